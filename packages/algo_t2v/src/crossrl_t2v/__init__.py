@@ -1,0 +1,20 @@
+"""RL for text-to-video and text-to-image models. This module only describes the plug-ins; nothing heavy is imported."""
+
+from crossrl.protocols import Plugin
+
+dance_grpo = Plugin(
+    name="dance_grpo",
+    summary="DanceGRPO (arXiv 2505.07818): clipped policy gradient over an SDE sampler",
+    target="crossrl_t2v.dance_grpo:DanceGRPO",
+)
+wan = Plugin(
+    name="wan",
+    summary="Wan 2.1 / 2.2 text-to-video: UMT5 text encoder, causal video VAE",
+    target="crossrl_t2v.models.wan:WanFamily",
+    requires=("diffusers>=0.38", "transformers>=5.5.3,<5.11"),
+)
+toy_reward = Plugin(
+    name="toy",
+    summary="closed-form reward of the toy world: colour, direction, smoothness, presence",
+    target="crossrl_t2v.toy.rewards:ToyReward",
+)

@@ -1,0 +1,1 @@
+"""Model families: prompts, latents and decoding around the trained network."""

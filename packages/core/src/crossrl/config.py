@@ -1,0 +1,238 @@
+"""The whole run as one validated tree. Every key here is read somewhere; an unknown key is an error with a suggestion.
+
+The same tree is the `crossrl:` node of a verl config. `workers` is verl's `trainer.n_gpus_per_node * nnodes` and
+arrives from there. Sizes are in samples, pixels, frames; times in seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from crossrl.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are refused, values are fixed once validated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Lora(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: PositiveInt = 32
+    alpha: PositiveInt = 64
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class Model(Section):
+    """The model to train."""
+
+    family: str = "wan"
+    path: str  # a diffusers pipeline folder, or "toy" for the tiny model that ships with crossrl-t2v
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of compute; master weights are fp32
+    gradient_checkpointing: bool = False
+    lora: Lora | None = None
+    ema: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None  # decay of an evaluation copy; None = no copy
+    layers: PositiveInt | None = None  # keep only the first n blocks, to bring a job up
+    attention: str | None = None  # attention function; None = the backend's choice for the device
+
+
+class Video(Section):
+    """Shape of what is generated."""
+
+    frames: PositiveInt = 9
+    height: PositiveInt = 32
+    width: PositiveInt = 32
+    fps: Annotated[float, Field(gt=0)] = 8.0
+
+
+class SamplingConfig(Section):
+    """How samples are drawn. Classifier-free guidance is off (1.0) in RL on purpose; evaluation has its own."""
+
+    steps: PositiveInt = 8
+    shift: Annotated[float, Field(gt=0)] = 1.0
+    guidance: Annotated[float, Field(ge=1.0)] = 1.0
+
+
+class Data(Section):
+    """Prompts: `toy:train`, or a .txt / .jsonl / .parquet file with a `prompt` column (and optionally `id`)."""
+
+    train: str
+    heldout: str | None = None
+    sft: str | None = None  # captioned videos for `crossrl sft`
+    bad_rows: Literal["stop", "skip"] = "stop"
+
+
+class RewardConfig(Section):
+    """One reward by its entry-point name; `options` go to its constructor."""
+
+    name: str
+    weight: float = 1.0
+    options: dict[str, Any] = {}
+
+
+class Batch(Section):
+    """Sizes. One iteration draws prompts x samples videos and makes `updates` optimizer steps on them."""
+
+    prompts: PositiveInt = 8
+    samples: PositiveInt = 16
+    updates: PositiveInt = 1
+    rollout_micro: PositiveInt = 64  # samples a forward, a rank
+    decode_micro: PositiveInt = 32  # videos a VAE call, a rank
+    reward_micro: PositiveInt = 64  # videos a reward call
+    update_micro: PositiveInt = 64  # rows a forward + backward, a rank
+
+
+class Optimizer(Section):
+    """AdamW. `warmup` and `total` count optimizer steps."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+    total: PositiveInt | None = None  # needed by linear and cosine
+
+
+class Parallel(Section):
+    """How the model is laid over the workers."""
+
+    ulysses: PositiveInt = 1
+    offload: Literal["none", "params", "all"] = "none"  # what waits on the host while it is not used
+    reshard_after_forward: bool = True
+
+
+class Eval(Section):
+    """Held-out evaluation with the deterministic sampler."""
+
+    every: Annotated[int, Field(ge=0)] = 10  # iterations; 0 = only before and after
+    samples: PositiveInt = 4  # a prompt
+    guidance: Annotated[float, Field(ge=1.0)] = 1.0
+    steps: PositiveInt | None = None  # None = sampling.steps
+
+
+class Checkpoint(Section):
+    """What is kept on disk."""
+
+    every: Annotated[int, Field(ge=0)] = 10  # iterations; 0 = only at the end
+    keep: PositiveInt = 2
+
+
+class RewardRuntime(Section):
+    """How rewards run."""
+
+    workers: PositiveInt = 1
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    max_bad_fraction: Fraction = 0.25  # stop when more of a batch than this cannot be scored
+
+
+class RunConfig(Section):
+    """A whole run. `algorithm` and `rewards` name entry points; the algorithm's own options are checked by its Config."""
+
+    algorithm: dict[str, Any]
+    backend: str
+    model: Model
+    data: Data
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    video: Video = Video()
+    sampling: SamplingConfig = SamplingConfig()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    parallel: Parallel = Parallel()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    reward_runtime: RewardRuntime = RewardRuntime()
+    steps: PositiveInt = 50
+    seed: int = 0
+    run_dir: str = "runs/default"
+    resume: str = "never"  # "never", "auto" (last good checkpoint in run_dir, if any) or a checkpoint folder
+    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_by_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("algorithm"), str):
+            values = {**values, "algorithm": {"name": values["algorithm"]}}
+        return values
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig:
+        if "name" not in self.algorithm:
+            raise ValueError("algorithm.name is missing")
+        if self.optimizer.schedule != "constant" and self.optimizer.total is None:
+            raise ValueError(f"optimizer.schedule={self.optimizer.schedule} needs optimizer.total (optimizer steps)")
+        if self.batch.samples % self.batch.updates:
+            raise ValueError(
+                f"batch.updates={self.batch.updates} must divide batch.samples={self.batch.samples}: "
+                "every optimizer step takes an equal part of every group"
+            )
+        if self.resume not in ("never", "auto") and not Path(self.resume).is_dir():
+            raise ValueError(f"resume={self.resume!r} is neither never, auto nor a checkpoint folder")
+        return self
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise `ConfigError` unless `world_size` workers can share the batch evenly."""
+        dp, rest = divmod(world_size, self.parallel.ulysses)
+        if rest:
+            raise ConfigError(
+                f"{world_size} workers cannot be split by parallel.ulysses={self.parallel.ulysses}",
+                where="parallel.ulysses",
+                fix="choose a divisor of the number of workers",
+            )
+        if self.batch.prompts % dp:
+            raise ConfigError(
+                f"batch.prompts={self.batch.prompts} is not divisible by the {dp} data-parallel workers",
+                where="batch.prompts",
+                fix=f"use a multiple of {dp}, e.g. {dp * max(1, round(self.batch.prompts / dp))}",
+            )
+
+
+def _suggest(key: str, model: type[BaseModel] | None) -> str | None:
+    near = difflib.get_close_matches(key, model.model_fields if model else (), n=1)
+    return f"did you mean {near[0]!r}?" if near else None
+
+
+def _section_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
+    """The pydantic model that holds the last key of `loc`."""
+    model: Any = root
+    for part in loc[:-1]:
+        if isinstance(part, int) or model is None:
+            continue
+        field = model.model_fields.get(part)
+        args = [field.annotation] if field else []
+        while args and not (isinstance(args[0], type) and issubclass(args[0], BaseModel)):
+            head = args.pop(0)
+            args = [*getattr(head, "__args__", ()), *args]
+        model = args[0] if args else None
+    return model
+
+
+def validated(model: type[BaseModel], values: Any, *, source: str, prefix: str = "") -> Any:
+    """`model` built from `values`, or one `ConfigError` that lists every problem with its key and a suggestion."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            loc = tuple(p for p in problem["loc"] if not str(p).startswith("function-"))
+            key = prefix + ".".join(str(p) for p in loc)
+            if problem["type"] == "extra_forbidden":
+                text = f"unknown key {key!r}"
+                hint = _suggest(str(loc[-1]), _section_at(model, loc))
+                text += f" ({hint})" if hint else ""
+            else:
+                got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
+                text = f"{key or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
+                text += got if loc and len(got) < 80 else ""
+            lines.append(text)
+        raise ConfigError("; ".join(lines), where=source, fix="see `crossrl check --help`") from None

@@ -1,0 +1,194 @@
+"""The contracts between CrossRL's parts. Everything here is a `Protocol` or a frozen description; nothing runs.
+
+    config --registry--> Backend (engine) + Algorithm + ModelFamily + Reward --> loop.run_iteration
+
+An algorithm never sees a backend, a device or Ray; a backend never sees an algorithm's options; a model family never
+sees either. They meet at `crossrl.types`. Diffusion backends subclass `crossrl.engine.DiffusionEngine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from crossrl.types import Advantages, LossOutput, Rows, Sample, SampleKey, Sampling, Score, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+API_VERSION = 1
+"""Version of these contracts; a plug-in states the one it was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, as data: read by `crossrl list`, the docs table, config checks and conformance tests."""
+
+    families: tuple[str, ...] = ()  # model families, e.g. ("wan",)
+    kinds: tuple[str, ...] = ("diffusion",)  # "diffusion", "language"
+    devices: tuple[str, ...] = ("cpu",)
+    parallelism: tuple[str, ...] = ()  # "fsdp2", "ulysses", ...
+    lora: bool = False
+    export: tuple[str, ...] = ()  # folder layouts it can write
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A light description that an entry point names; listing plug-ins imports nothing heavy.
+
+    `target` ("module:attribute") is imported on selection only. `requires` are requirement strings of other
+    distributions; `available` may add a check of its own and returns None or the reason why not.
+    """
+
+    name: str
+    summary: str
+    target: str
+    requires: tuple[str, ...] = ()
+    api: int = API_VERSION
+    capabilities: Capabilities | None = None
+    available: Callable[[], str | None] | None = None
+
+
+class Backend(Protocol):
+    """A training backend: what a `crossrl.backends` plug-in's target is."""
+
+    def engine(self, kind: str) -> type:
+        """The engine class for `kind`: a `DiffusionEngine` for "diffusion", a verl `BaseEngine` for "language".
+
+        Raises `crossrl.errors.ConfigError` if the backend has none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which weights besides the policy's an algorithm evaluates: the engine keeps a slot for each."""
+
+    old: bool = False
+    reference: bool = False
+
+
+Predict = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+"""(x [n, C, F, H, W], sigma [n]) -> velocity [n, C, F, H, W]; the condition and guidance are bound already."""
+
+NoiseFn = Callable[[str], "torch.Tensor"]
+"""tag -> standard normal [n, C, F, H, W], fp32 on CPU, one stream per sample: a function of (seed, step, prompt,
+index, tag) alone, whatever the world size and micro-batch. Tag "init" is shared within a group when configured."""
+
+
+class Algorithm(Protocol):
+    """An RL method for diffusion models; one file, no backend, Ray or device in it.
+
+    `Config` is a pydantic model with `extra="forbid"`: the options that `algorithm.*` in a config may set.
+    """
+
+    Config: type
+    needs: Needs
+
+    def sample(
+        self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool
+    ) -> tuple[torch.Tensor, Trajectory | None]:
+        """Draw one sample for each key: (latents to decode [n, C, F, H, W], trajectory if `keep`)."""
+        ...
+
+    def advantages(self, scores: np.ndarray, valid: np.ndarray) -> Advantages:
+        """scores [B, G, R], valid [B, G] (False = the reward failed; its score is NaN) -> advantages and selection."""
+        ...
+
+    def rows(self, trajectory: Trajectory, advantages: torch.Tensor, seed: int, step: int) -> Rows:
+        """Training rows for the given samples (advantages [n]); the same number of rows for every sample."""
+        ...
+
+    def loss(self, velocity: Mapping[str, torch.Tensor], rows: Rows) -> LossOutput:
+        """Per-row loss from the velocities, keyed "policy" and, as `needs` says, "old" and "reference"."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """How a family of models encodes prompts, shapes latents and decodes: all but the trained network itself."""
+
+    def to(self, device: str) -> None:
+        """Move the text encoder and the VAE."""
+        ...
+
+    def encode_text(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Condition tensors [n, ...] on CPU, one row a text; raises `DataError` for a prompt that is too long."""
+        ...
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of the latents of a video of `frames` x `height` x `width` pixels."""
+        ...
+
+    def decode(self, latents: torch.Tensor) -> np.ndarray:
+        """latents [n, C, F, H, W] -> uint8 videos [n, frames, height, width, 3]."""
+        ...
+
+    def encode_video(self, videos: np.ndarray) -> torch.Tensor:
+        """uint8 videos [n, frames, height, width, 3] -> latents [n, C, F, H, W] fp32 on CPU (for SFT)."""
+        ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores samples. Never returns NaN for a good sample, never invents a value: raises for what it cannot score."""
+
+    name: str
+    range: tuple[float, float]
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """One score a sample, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows: a PNG screenshot and the instruction."""
+
+    screenshot_png: bytes
+    instruction: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of one action; `stop_reason` is None while the episode goes on."""
+
+    observation: Observation
+    reward: float
+    stop_reason: str | None
+
+
+class Env(Protocol):
+    """An interactive environment (GUI agents)."""
+
+    async def reset(self, seed: int) -> Observation:
+        """Start the episode that `seed` names."""
+        ...
+
+    async def step(self, action: Any) -> StepResult:
+        """Carry out one action."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class WorkerGroup(Protocol):
+    """The workers as the loop sees them: Ray actors in a job, or one engine in this process.
+
+    `rollout` returns at once with a handle a rank, `media(handle)` waits for it.
+    """
+
+    world_size: int
+
+    def rollout(self, requests: Sequence[Any]) -> list[Any]:
+        """Start one `RolloutRequest` a rank; each handle resolves to what `Rewards.submit` takes."""
+        ...
+
+    def update(self, plan: Any) -> list[Any]:
+        """One optimizer step on all ranks; one `RankStats` a rank."""
+        ...

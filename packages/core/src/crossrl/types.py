@@ -1,0 +1,154 @@
+"""The data that crosses a boundary: frozen, small, and free of devices.
+
+Shape legend used everywhere: `B` prompts, `G` samples a prompt, `N = B*G`, `T` denoising steps,
+`C F H W` latent channels / frames / height / width, `L` text tokens, `R` rewards, `n` rows.
+`sigma` is in [0, 1] (1 = pure noise); the network's timestep is `1000 * sigma`, a float, never truncated.
+Importing this module loads numpy only; tensors are named by string annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+Plain = str | int | float | bool | None
+"""What metadata may hold. A tensor in metadata is refused by name (see `crossrl.guarding`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conditioning text with a stable id, e.g. `Prompt("toy/17", "a red circle moving up")`."""
+
+    id: str
+    text: str
+    meta: Mapping[str, Plain] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Names one sample for ever: every random number of it is a function of (seed, step, prompt, index)."""
+
+    prompt: Prompt
+    index: int  # place in its group, 0 <= index < G
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a reward sees. `video` is uint8 [F, H, W, 3], RGB; `fps` in frames a second."""
+
+    prompt: Prompt
+    index: int
+    video: np.ndarray
+    fps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward's verdict on one sample; `parts` are its named components, for the logs only."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw samples.
+
+    `steps` = T network steps from sigma 1 to 0, `shift` the flow shift s of sigma = s u / (1 + (s-1) u),
+    `guidance` the classifier-free weight (1 = off), `stochastic` False asks for the deterministic (ODE) sampler.
+    """
+
+    steps: int
+    shift: float = 1.0
+    guidance: float = 1.0
+    stochastic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One call to a worker: draw these samples. All ranks of a data-parallel group get equally many keys."""
+
+    keys: tuple[SampleKey, ...]
+    sampling: Sampling
+    seed: int
+    step: int
+    keep_trajectory: bool = True  # False for evaluation
+    weights: str = "policy"  # weight slot: "policy", "ema", "old", "reference"
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """What an algorithm needs later about samples drawn on this worker; fp32 tensors on CPU.
+
+    keys: n sample keys. `latents` [n, K, C, F, H, W] the states worth keeping (K is the algorithm's choice),
+    `data` further per-sample tensors [n, ...] (log-probs, step indices), `sigmas` [T+1] shared by the batch.
+    """
+
+    keys: tuple[SampleKey, ...]
+    sigmas: torch.Tensor
+    latents: torch.Tensor
+    data: dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Rows:
+    """The common currency of all diffusion losses: one row = one network evaluation with a target.
+
+    x [n, C, F, H, W] fp32, sigma [n] fp32, `owner` [n] int64: which of the trajectory's samples the row belongs to
+    (its text embedding is looked up by it), `targets` per-row tensors [n, ...] that only the algorithm understands.
+    """
+
+    x: torch.Tensor
+    sigma: torch.Tensor
+    owner: torch.Tensor
+    targets: dict[str, torch.Tensor]
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+    def take(self, index: slice | torch.Tensor) -> Rows:
+        """The rows at `index`."""
+        targets = {k: t[index] for k, t in self.targets.items()}
+        return Rows(self.x[index], self.sigma[index], self.owner[index], targets)
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """Per-row loss [n] with its graph, and detached per-row metrics [n] to be averaged over all rows of the step."""
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """values [B, G] fp64 (0 where not kept); keep [B, G] bool: which samples train; metrics: scalars for the log."""
+
+    values: np.ndarray
+    keep: np.ndarray
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """One optimizer step, as every rank receives it: (key, advantage) of each sample that takes part, of all ranks.
+
+    A rank trains the samples that it holds. `samples_per_rank` is the largest number that any rank holds: ranks with
+    fewer pad with zero-weight rows, so that all run the same collectives; the loss is divided by `len(keys)` rows-wise.
+    """
+
+    step: int
+    seed: int
+    keys: tuple[SampleKey, ...]
+    advantages: tuple[float, ...]
+    samples_per_rank: int
+
+
+Metrics = dict[str, float]
+PlainTree = Plain | list[Any] | dict[str, Any]
