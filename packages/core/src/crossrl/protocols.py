@@ -10,11 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from crossrl.types import Advantages, LossOutput, Rows, Sample, SampleKey, Sampling, Score, Trajectory
+from crossrl.types import (
+    Advantages,
+    LossOutput,
+    RankStats,
+    RolloutRequest,
+    Rows,
+    Sample,
+    SampleKey,
+    Sampling,
+    Score,
+    Trajectory,
+    UpdatePlan,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +87,15 @@ class Needs:
 Predict = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """(x [n, C, F, H, W], sigma [n]) -> velocity [n, C, F, H, W]; the condition and guidance are bound already."""
 
-NoiseFn = Callable[[str], "torch.Tensor"]
-"""tag -> standard normal [n, C, F, H, W], fp32 on CPU, one stream per sample: a function of (seed, step, prompt,
-index, tag) alone, whatever the world size and micro-batch. Tag "init" is shared within a group when configured."""
+class NoiseFn(Protocol):
+    """Standard normal noise [n, C, F, H, W], fp32 on CPU, for the samples of one micro-batch."""
+
+    def __call__(self, tag: str, *, shared: bool = False) -> torch.Tensor:
+        """A function of (seed, step, prompt, index, tag) alone, whatever the world size and micro-batch.
+
+        `shared` leaves the index out: all samples of a group get the same noise.
+        """
+        ...
 
 
 class Algorithm(Protocol):
@@ -113,6 +132,13 @@ class ModelFamily(Protocol):
     def to(self, device: str) -> None:
         """Move the text encoder and the VAE."""
         ...
+
+    @classmethod
+    def open(cls, path: str, dtype: str) -> ModelFamily:
+        """Load text encoder and VAE of the model at `path` (a folder, or a name that the family ships)."""
+        ...
+
+    folder: Path  # the resolved diffusers folder; a backend loads the trained network from it
 
     def encode_text(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Condition tensors [n, ...] on CPU, one row a text; raises `DataError` for a prompt that is too long."""
@@ -178,17 +204,26 @@ class Env(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """The workers as the loop sees them: Ray actors in a job, or one engine in this process.
+    """The workers as the loop sees them: Ray actors in a job, or one engine in this process."""
 
-    `rollout` returns at once with a handle a rank, `media(handle)` waits for it.
-    """
+    dp_size: int  # data-parallel ranks; the samples are shared out among them
 
-    world_size: int
-
-    def rollout(self, requests: Sequence[Any]) -> list[Any]:
-        """Start one `RolloutRequest` a rank; each handle resolves to what `Rewards.submit` takes."""
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[Any]:
+        """Start one request a data-parallel rank; at once a handle each, which resolves to a `Media`."""
         ...
 
-    def update(self, plan: Any) -> list[Any]:
-        """One optimizer step on all ranks; one `RankStats` a rank."""
+    def update(self, plan: UpdatePlan) -> list[RankStats]:
+        """One optimizer step on all ranks; the stats of each data-parallel rank."""
+        ...
+
+
+class RewardRuntime(Protocol):
+    """The rewards as the loop sees them."""
+
+    def submit(self, handle: Any) -> Any:
+        """Start scoring the media that `handle` resolves to; at once a future."""
+        ...
+
+    def collect(self, futures: Sequence[Any]) -> dict[SampleKey, tuple[Score, ...] | None]:
+        """Wait for all; one score per reward for each sample, None where a reward failed."""
         ...

@@ -27,7 +27,7 @@ class Prompt:
 
     id: str
     text: str
-    meta: Mapping[str, Plain] = field(default_factory=dict)
+    meta: Mapping[str, Plain] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """One optimizer step, as every rank receives it: (key, advantage) of each sample that takes part, of all ranks.
+    """One optimizer step, the same for every rank: the samples of all ranks that take part, with their advantages.
 
-    A rank trains the samples that it holds. `samples_per_rank` is the largest number that any rank holds: ranks with
-    fewer pad with zero-weight rows, so that all run the same collectives; the loss is divided by `len(keys)` rows-wise.
+    A rank trains the samples that it holds and pads to `samples_per_rank`, the largest share of any rank, with rows
+    of zero weight, so that all ranks run the same collectives. The loss is a mean over the rows of `keys`.
     """
 
     step: int
@@ -150,5 +150,23 @@ class UpdatePlan:
     samples_per_rank: int
 
 
+@dataclass(slots=True)
+class Media:
+    """What a rollout hands to the reward runtime: `videos` uint8 [n, F, H, W, 3] of `keys`, and the worker's stats."""
+
+    keys: tuple[SampleKey, ...]
+    videos: np.ndarray
+    fps: float
+    stats: Metrics
+
+
+@dataclass(slots=True)
+class RankStats:
+    """One rank's share of an optimizer step's metrics: weighted sums and maxima over its rows, and its own scalars."""
+
+    sums: Metrics = field(default_factory=dict)
+    maxima: Metrics = field(default_factory=dict)
+    scalars: Metrics = field(default_factory=dict)
+
+
 Metrics = dict[str, float]
-PlainTree = Plain | list[Any] | dict[str, Any]

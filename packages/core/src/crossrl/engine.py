@@ -1,0 +1,299 @@
+"""The engine that every diffusion backend shares: rollout and update on one module, in one precision, on one code path.
+
+A backend supplies the abstract methods at the top (build, predict, weight slots, backward, clip, move, save, load,
+export, data-parallel place); this class owns micro-batching, accumulation, normalisation, text cache and metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from crossrl.config import RunConfig
+from crossrl.errors import CheckpointError, WorkerError
+from crossrl.noise import Noise
+from crossrl.protocols import Algorithm, ModelFamily
+from crossrl.schedule import lr_at
+from crossrl.types import Metrics, RankStats, RolloutRequest, Rows, SampleKey, Trajectory, UpdatePlan
+
+TEXT_CACHE_BYTES = 1 << 30
+Condition = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """This rank's place among those that see different samples."""
+
+    rank: int = 0
+    size: int = 1
+    group: torch.distributed.ProcessGroup | None = None
+    primary: bool = True  # False on the further ranks of a sequence-parallel group: same samples, same results
+
+
+class DiffusionEngine(ABC):
+    """One rank's model, optimizer and held trajectories."""
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: RunConfig, family: ModelFamily, algorithm: Algorithm, device: str) -> None:
+        self.config, self.family, self.algorithm, self.device = config, family, algorithm, device
+        self.updates = 0  # optimizer steps done
+        self.forwards = 0  # network evaluations of single samples, backward ones included
+        self.seconds: Metrics = {}  # by stage, since the last `take_seconds`
+        self._sigmas: torch.Tensor | None = None
+        self._held: dict[SampleKey, tuple[torch.Tensor, Condition]] = {}
+        self._held_step: int | None = None
+        self._texts: OrderedDict[str, Condition] = OrderedDict()
+        self._offloaded = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The weight slots this run needs besides the policy's; `build` makes each a copy of the policy."""
+        needs, ema = self.algorithm.needs, self.config.model.ema is not None
+        return tuple(n for n, wanted in (("ema", ema), ("old", needs.old), ("reference", needs.reference)) if wanted)
+
+    # ---- what a backend supplies -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self) -> None:
+        """Make `module` (sharded, weights loaded, on `device`) and `optimizer`, with a slot for all that is needed."""
+
+    @property
+    @abstractmethod
+    def data_parallel(self) -> DataParallel:
+        """Rank, size and group of data parallelism."""
+
+    @abstractmethod
+    def predict(self, x: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
+        """Velocity [n, C, F, H, W] fp32 at x fp32, sigma [n] fp32 and condition tensors [n, ...], all on `device`."""
+
+    @abstractmethod
+    def slot(self, name: str) -> AbstractContextManager[None]:
+        """Within it, `predict` uses the weights called "policy", "ema", "old" or "reference"."""
+
+    @abstractmethod
+    def blend_slot(self, name: str, decay: float) -> None:
+        """slot <- decay * slot + (1 - decay) * policy."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Accumulate gradients; reduce them over ranks (mean) at the `last` micro-batch of a step."""
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Clip; the global norm before clipping, the same on every rank."""
+
+    @abstractmethod
+    def move(self, device: str, optimizer: bool) -> None:
+        """Move the module, and the optimizer state if `optimizer`, to "cpu" or to `self.device`."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write all slots and the optimizer, sharded, all ranks together."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, at this or another world size."""
+
+    @abstractmethod
+    def export(self, folder: Path, slot: str = "policy") -> None:
+        """Write a slot's full weights for diffusers: `transformer/` of the pipeline (or a PEFT folder for LoRA)."""
+
+    # ---- rollout -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rollout(self, request: RolloutRequest) -> np.ndarray:
+        """Draw the request's samples; uint8 videos [n, frames, height, width, 3]. Trajectories stay here."""
+        batch, video = self.config.batch, self.config.video
+        if request.keep_trajectory and request.step != self._held_step:
+            self._held, self._held_step = {}, request.step
+        shape = self.family.latent_shape(video.frames, video.height, video.width)
+        videos = []
+        with self._on_device(optimizer=False), self.slot(request.weights):
+            for start in range(0, len(request.keys), batch.rollout_micro):
+                keys = request.keys[start : start + batch.rollout_micro]
+                with self._timed("denoise"):
+                    predict = partial(self.velocity, keys=keys, guidance=request.sampling.guidance)
+                    noise = Noise(request.seed, request.step, keys, shape)
+                    latents, trajectory = self.algorithm.sample(
+                        predict, noise, keys, request.sampling, request.keep_trajectory
+                    )
+                if trajectory is not None:
+                    self.hold(trajectory, request.step)
+                with self._timed("decode"):
+                    videos += [self.family.decode(part) for part in latents.split(batch.decode_micro)]
+        return np.concatenate(videos)
+
+    def hold(self, trajectory: Trajectory, step: int) -> None:
+        """Keep samples until the next step begins."""
+        if step != self._held_step:
+            self._held, self._held_step = {}, step
+        self._sigmas = trajectory.sigmas
+        for i, key in enumerate(trajectory.keys):
+            self._held[key] = (trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
+
+    def velocity(
+        self, x: torch.Tensor, sigma: torch.Tensor, *, keys: Sequence[SampleKey], guidance: float = 1.0
+    ) -> torch.Tensor:
+        """Velocity at (x [n, ...], sigma [n]) for the prompts of `keys` (n), with classifier-free guidance if not 1."""
+        x, sigma = x.to(self.device), sigma.to(self.device)
+        self.forwards += len(keys)
+        conditional = self.predict(x, sigma, self.condition([k.prompt.text for k in keys]))
+        if guidance == 1.0:
+            return conditional
+        self.forwards += len(keys)
+        unconditional = self.predict(x, sigma, self.condition([""] * len(keys)))
+        return unconditional + guidance * (conditional - unconditional)
+
+    @torch.no_grad()
+    def condition(self, texts: Sequence[str]) -> Condition:
+        """Condition tensors [n, ...] on the device; a prompt is encoded once and cached on the host."""
+        missing = [t for t in dict.fromkeys(texts) if t not in self._texts]
+        if missing:
+            encoded = self.family.encode_text(missing)
+            for i, text in enumerate(missing):
+                self._texts[text] = {k: t[i].cpu() for k, t in encoded.items()}
+        for text in dict.fromkeys(texts):
+            self._texts.move_to_end(text)
+        rows = [self._texts[t] for t in texts]
+        entry_bytes = sum(t.nbytes for t in rows[0].values())
+        while len(self._texts) * entry_bytes > TEXT_CACHE_BYTES and len(self._texts) > len(set(texts)):
+            self._texts.popitem(last=False)
+        return {k: torch.stack([row[k] for row in rows]).to(self.device) for k in rows[0]}
+
+    # ---- update ------------------------------------------------------------------------------------------------
+
+    def update(self, plan: UpdatePlan) -> RankStats:
+        """One optimizer step on the samples of `plan` that this rank holds (padded with zero weight)."""
+        mine = [(k, a) for k, a in zip(plan.keys, plan.advantages, strict=True) if k in self._held]
+        padding = plan.samples_per_rank - len(mine)
+        if padding < 0 or not self._held:
+            raise WorkerError(f"rank holds {len(mine)} samples of a plan for {plan.samples_per_rank} a rank")
+        mine += [(next(iter(self._held)), 0.0)] * padding
+        keys = tuple(k for k, _ in mine)
+        held = [self._held[k] for k in keys]
+        trajectory = Trajectory(
+            keys=keys,
+            sigmas=self._sigmas,
+            latents=torch.stack([latents for latents, _ in held]),
+            data={name: torch.stack([data[name] for _, data in held]) for name in held[0][1]},
+        )
+        advantages = torch.tensor([a for _, a in mine], dtype=torch.float32)
+        rows = self.algorithm.rows(trajectory, advantages, plan.seed, plan.step)
+        real = (torch.arange(len(mine)) < len(mine) - padding).float()
+        weights = real[rows.owner] / (len(plan.keys) * (len(rows) / len(mine)))
+        return self.train_rows(rows, keys, weights)
+
+    def train_rows(self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor) -> RankStats:
+        """Forward and backward over `rows` in micro-batches, then one optimizer step.
+
+        `weights` [n] sum to 1 over the rows of all ranks: the loss is their weighted mean, whatever the micro-batch.
+        A step whose gradient is not finite is skipped on all ranks and reported as `skipped`.
+        """
+        stats = RankStats()
+        micro = self.config.batch.update_micro
+        with self._on_device(optimizer=True), self._timed("forward_backward"):
+            self.optimizer.zero_grad()
+            for start in range(0, len(rows), micro):
+                part, weight = rows.take(slice(start, start + micro)), weights[start : start + micro]
+                out = self.algorithm.loss(self._velocities(part, keys), part)
+                weight = weight.to(out.loss.device)
+                loss = (out.loss * weight).sum()
+                self.backward(loss * self.data_parallel.size, last=start + micro >= len(rows))
+                _gather(stats, {"loss": out.loss.detach(), **out.metrics}, weight)
+            with self._timed("optimizer"):
+                self._optimizer_step(stats.scalars)
+        return stats
+
+    def _velocities(self, part: Rows, keys: Sequence[SampleKey]) -> dict[str, torch.Tensor]:
+        owners = [keys[i] for i in part.owner.tolist()]
+        predict = partial(self.velocity, part.x, part.sigma, keys=owners, guidance=self.config.sampling.guidance)
+        out = {}
+        for name in ("old", "reference"):  # before the policy: its graph must be the last thing to touch the weights
+            if getattr(self.algorithm.needs, name):
+                with torch.no_grad(), self.slot(name):
+                    out[name] = predict()
+        out["policy"] = predict()
+        return out
+
+    def _optimizer_step(self, scalars: Metrics) -> None:
+        settings = self.config.optimizer
+        norm = self.clip_grad_norm(settings.max_grad_norm)
+        finite = math.isfinite(norm)
+        lr = lr_at(self.updates, settings)
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.updates += 1
+            if self.config.model.ema is not None:
+                self.blend_slot("ema", self.config.model.ema)
+        self.optimizer.zero_grad()
+        scalars |= {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+
+    # ---- state -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """All that this rank must restore to go on bit for bit: backend state, update count, torch RNG."""
+        self.save(folder)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        state = {"updates": self.updates, "torch_rng": torch.get_rng_state().numpy().tobytes().hex()}
+        (folder / f"engine-{rank:05d}.json").write_text(json.dumps(state))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore `save_checkpoint`; a rank beyond the saved world size takes rank 0's counters."""
+        self.load(folder)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        path = folder / f"engine-{rank:05d}.json"
+        path = path if path.exists() else folder / "engine-00000.json"
+        if not path.exists():
+            raise CheckpointError("engine state is missing", where=str(path))
+        state = json.loads(path.read_text())
+        self.updates = state["updates"]
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
+
+    def take_seconds(self) -> Metrics:
+        """Seconds by stage since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+
+    @contextmanager
+    def _on_device(self, optimizer: bool) -> Iterator[None]:
+        """Bring what was offloaded to the device for the time of a phase."""
+        offload = self.config.parallel.offload
+        if offload == "none":
+            yield
+            return
+        self.move(self.device, optimizer=optimizer and offload == "all")
+        try:
+            yield
+        finally:
+            self.move("cpu", optimizer=optimizer and offload == "all")
+
+
+def _gather(stats: RankStats, per_row: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
+    """Add a micro-batch: weighted sums, and plain maxima (over rows that count) for names ending in `_max`."""
+    for name, values in per_row.items():
+        if name.endswith("_max"):
+            value = float(values[weight > 0].max()) if bool((weight > 0).any()) else -math.inf
+            stats.maxima[name] = max(stats.maxima.get(name, -math.inf), value)
+        else:
+            stats.sums[name] = stats.sums.get(name, 0.0) + float((values.double() * weight.double()).sum())
