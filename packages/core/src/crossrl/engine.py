@@ -10,7 +10,6 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,15 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from crossrl.cache import ClipCache, Condition, TextCache
 from crossrl.config import RunConfig
 from crossrl.errors import CheckpointError, WorkerError
 from crossrl.noise import Noise
 from crossrl.protocols import Algorithm, ModelFamily
 from crossrl.schedule import lr_at
 from crossrl.types import Metrics, RankStats, RolloutRequest, Rows, SampleKey, Trajectory, UpdatePlan
-
-TEXT_CACHE_BYTES = 1 << 30
-Condition = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,8 @@ class DiffusionEngine(ABC):
         self._sigmas: torch.Tensor | None = None
         self._held: dict[SampleKey, tuple[torch.Tensor, Condition]] = {}
         self._held_step: int | None = None
-        self._texts: OrderedDict[str, Condition] = OrderedDict()
+        self._texts = TextCache(family)
+        self._clips = ClipCache(family, config.batch.decode_micro)
         self._offloaded = False
 
     @property
@@ -144,6 +142,15 @@ class DiffusionEngine(ABC):
         for i, key in enumerate(trajectory.keys):
             self._held[key] = (trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
 
+    @torch.no_grad()
+    def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
+        """Hold captioned clips as clean samples of `step`; their prompts name the clips."""
+        with self._on_device(optimizer=False), self._timed("encode"):
+            clips = self._clips.rows(source, indices)
+        self._held, self._held_step, self._sigmas = {}, step, torch.empty(0)
+        for prompt, latents in clips:
+            self._held[SampleKey(prompt, 0)] = (latents[None], {})
+
     def velocity(
         self, x: torch.Tensor, sigma: torch.Tensor, *, keys: Sequence[SampleKey], guidance: float = 1.0
     ) -> torch.Tensor:
@@ -157,21 +164,9 @@ class DiffusionEngine(ABC):
         unconditional = self.predict(x, sigma, self.condition([""] * len(keys)))
         return unconditional + guidance * (conditional - unconditional)
 
-    @torch.no_grad()
     def condition(self, texts: Sequence[str]) -> Condition:
-        """Condition tensors [n, ...] on the device; a prompt is encoded once and cached on the host."""
-        missing = [t for t in dict.fromkeys(texts) if t not in self._texts]
-        if missing:
-            encoded = self.family.encode_text(missing)
-            for i, text in enumerate(missing):
-                self._texts[text] = {k: t[i].cpu() for k, t in encoded.items()}
-        for text in dict.fromkeys(texts):
-            self._texts.move_to_end(text)
-        rows = [self._texts[t] for t in texts]
-        entry_bytes = sum(t.nbytes for t in rows[0].values())
-        while len(self._texts) * entry_bytes > TEXT_CACHE_BYTES and len(self._texts) > len(set(texts)):
-            self._texts.popitem(last=False)
-        return {k: torch.stack([row[k] for row in rows]).to(self.device) for k in rows[0]}
+        """Condition tensors [n, ...] on the device."""
+        return {name: t.to(self.device) for name, t in self._texts.rows(texts).items()}
 
     # ---- update ------------------------------------------------------------------------------------------------
 
@@ -202,19 +197,27 @@ class DiffusionEngine(ABC):
         `weights` [n] sum to 1 over the rows of all ranks: the loss is their weighted mean, whatever the micro-batch.
         A step whose gradient is not finite is skipped on all ranks and reported as `skipped`.
         """
-        stats = RankStats()
-        micro = self.config.batch.update_micro
-        with self._on_device(optimizer=True), self._timed("forward_backward"):
-            self.optimizer.zero_grad()
-            for start in range(0, len(rows), micro):
-                part, weight = rows.take(slice(start, start + micro)), weights[start : start + micro]
-                out = self.algorithm.loss(self._velocities(part, keys), part)
-                weight = weight.to(out.loss.device)
-                loss = (out.loss * weight).sum()
-                self.backward(loss * self.data_parallel.size, last=start + micro >= len(rows))
-                _gather(stats, {"loss": out.loss.detach(), **out.metrics}, weight)
+        with self._on_device(optimizer=True):
+            with self._timed("forward_backward"):
+                stats = self.accumulate(rows, keys, weights)
             with self._timed("optimizer"):
-                self._optimizer_step(stats.scalars)
+                stats.scalars |= self.optimizer_step()
+        stats.scalars |= {f"{stage}_s": seconds for stage, seconds in self.take_seconds().items()}
+        stats.scalars["forwards"] = float(self.take_forwards())
+        return stats
+
+    def accumulate(self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor) -> RankStats:
+        """Gradients of the weighted mean loss of `rows`; `rows.owner` points into `keys`."""
+        stats, micro = RankStats(), self.config.batch.update_micro
+        self.optimizer.zero_grad()
+        for start in range(0, len(rows), micro):
+            part, weight = rows.take(slice(start, start + micro)), weights[start : start + micro]
+            out = self.algorithm.loss(self._velocities(part, keys), part)
+            weight = weight.to(out.loss.device)
+            # FSDP averages gradients over ranks, the loss is a sum over ranks
+            loss = (out.loss * weight).sum() * self.data_parallel.size
+            self.backward(loss, last=start + micro >= len(rows))
+            _gather(stats, {"loss": out.loss.detach(), **out.metrics}, weight)
         return stats
 
     def _velocities(self, part: Rows, keys: Sequence[SampleKey]) -> dict[str, torch.Tensor]:
@@ -228,7 +231,8 @@ class DiffusionEngine(ABC):
         out["policy"] = predict()
         return out
 
-    def _optimizer_step(self, scalars: Metrics) -> None:
+    def optimizer_step(self) -> Metrics:
+        """Clip, and step unless the gradient is not finite: grad_norm (before clipping), lr, skipped."""
         settings = self.config.optimizer
         norm = self.clip_grad_norm(settings.max_grad_norm)
         finite = math.isfinite(norm)
@@ -241,7 +245,7 @@ class DiffusionEngine(ABC):
             if self.config.model.ema is not None:
                 self.blend_slot("ema", self.config.model.ema)
         self.optimizer.zero_grad()
-        scalars |= {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -268,6 +272,11 @@ class DiffusionEngine(ABC):
         """Seconds by stage since the last call."""
         seconds, self.seconds = self.seconds, {}
         return seconds
+
+    def take_forwards(self) -> int:
+        """Network evaluations of single samples since the last call."""
+        forwards, self.forwards = self.forwards, 0
+        return forwards
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ sees either. They meet at `crossrl.types`. Diffusion backends subclass `crossrl.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,6 +18,9 @@ import numpy as np
 from crossrl.types import (
     Advantages,
     LossOutput,
+    Media,
+    Observation,
+    Prompt,
     RankStats,
     RolloutRequest,
     Rows,
@@ -25,12 +28,15 @@ from crossrl.types import (
     SampleKey,
     Sampling,
     Score,
+    StepResult,
     Trajectory,
     UpdatePlan,
 )
 
 if TYPE_CHECKING:
     import torch
+
+    from crossrl.rewards import Scored
 
 API_VERSION = 1
 """Version of these contracts; a plug-in states the one it was written for."""
@@ -169,24 +175,6 @@ class Reward(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What an environment shows: a PNG screenshot and the instruction."""
-
-    screenshot_png: bytes
-    instruction: str
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The outcome of one action; `stop_reason` is None while the episode goes on."""
-
-    observation: Observation
-    reward: float
-    stop_reason: str | None
-
-
 class Env(Protocol):
     """An interactive environment (GUI agents)."""
 
@@ -217,6 +205,39 @@ class WorkerGroup(Protocol):
         ...
 
 
+    def fetch(self, handle: Any) -> Media:
+        """Wait for media and bring them here (pictures for people)."""
+        ...
+
+    def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
+        """Hold captioned clips as samples of `step`, for supervised algorithms."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """All ranks write into `folder`."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """All ranks read from `folder`."""
+        ...
+
+    def export(self, folder: Path, slot: str) -> None:
+        """Write the full weights of a slot for diffusers."""
+        ...
+
+
+class DataSource(Protocol):
+    """Built-in or generated data: what a `crossrl.data` plug-in's target is."""
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """The prompts of "train" or "heldout"."""
+        ...
+
+    def clips(self, split: str, indices: Sequence[int]) -> tuple[list[str], np.ndarray]:
+        """Captions and uint8 videos [n, F, H, W, 3]; a pure function of the indices."""
+        ...
+
+
 class RewardRuntime(Protocol):
     """The rewards as the loop sees them."""
 
@@ -224,6 +245,6 @@ class RewardRuntime(Protocol):
         """Start scoring the media that `handle` resolves to; at once a future."""
         ...
 
-    def collect(self, futures: Sequence[Any]) -> dict[SampleKey, tuple[Score, ...] | None]:
-        """Wait for all; one score per reward for each sample, None where a reward failed."""
+    def collect(self, futures: Sequence[Any]) -> list[Scored]:
+        """Wait for all, in order."""
         ...

@@ -169,4 +169,22 @@ class RankStats:
     scalars: Metrics = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows: a PNG screenshot and the instruction."""
+
+    screenshot_png: bytes
+    instruction: str
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of one action; `stop_reason` is None while the episode goes on."""
+
+    observation: Observation
+    reward: float
+    stop_reason: str | None
+
+
 Metrics = dict[str, float]

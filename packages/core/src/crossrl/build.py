@@ -1,0 +1,54 @@
+"""From a config to live objects: the one place that turns names into an algorithm, rewards, data and an engine."""
+
+from __future__ import annotations
+
+from crossrl.config import RunConfig, validated
+from crossrl.data import load_prompts
+from crossrl.engine import DiffusionEngine
+from crossrl.errors import ConfigError
+from crossrl.protocols import Algorithm
+from crossrl.registry import describe, select
+from crossrl.rewards import RewardSet
+
+
+def build_algorithm(config: RunConfig) -> Algorithm:
+    """The algorithm that the config names, with its options checked by its own Config."""
+    cls = select("crossrl.algorithms", config.algorithm["name"])
+    options = validated(cls.Config, config.algorithm, source="crossrl", prefix="crossrl.algorithm.")
+    return cls(options, tuple(r.weight for r in config.rewards))
+
+
+def build_engine(config: RunConfig, device: str) -> DiffusionEngine:
+    """This rank's engine, built. A process group must exist."""
+    family = select("crossrl.models", config.model.family).open(config.model.path, config.model.dtype)
+    engine_class = select("crossrl.backends", config.backend).engine("diffusion")
+    engine = engine_class(config, family, build_algorithm(config), device)
+    family.to(device)
+    engine.build()
+    return engine
+
+
+def check_parts(config: RunConfig) -> None:
+    """Raise before any worker starts for what would fail in one: plug-ins, their options, capabilities, data files."""
+    backend = describe("crossrl.backends", config.backend)
+    select("crossrl.backends", config.backend)
+    select("crossrl.models", config.model.family)
+    build_algorithm(config)
+    RewardSet.from_config(config)
+    for source in filter(None, (config.data.train, config.data.heldout)):
+        load_prompts(source, config.data.bad_rows)
+    can = backend.capabilities
+    if can is None:
+        return
+    wanted = (
+        ("model.family", config.model.family, can.families),
+        ("parallel.ulysses", "ulysses" if config.parallel.ulysses > 1 else None, can.parallelism),
+        ("model.lora", True if config.model.lora else None, (can.lora,)),
+    )
+    for key, value, offered in wanted:
+        if value is not None and value not in offered:
+            raise ConfigError(
+                f"backend {config.backend!r} does not support {key}={getattr(config.model, 'family', value)}",
+                where=key,
+                fix=f"it offers {', '.join(map(str, offered)) or 'none'}; see `crossrl list`",
+            )

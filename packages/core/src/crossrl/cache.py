@@ -1,0 +1,62 @@
+"""What a worker need not compute twice: text embeddings and the latents of training clips, kept on the host."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from crossrl.protocols import ModelFamily
+from crossrl.registry import select
+from crossrl.types import Prompt
+
+Condition = dict[str, torch.Tensor]
+TEXT_CACHE_BYTES = 1 << 30
+
+
+class TextCache:
+    """Condition tensors by prompt text, least recently used out first once `TEXT_CACHE_BYTES` are held."""
+
+    def __init__(self, family: ModelFamily) -> None:
+        self.family = family
+        self._entries: OrderedDict[str, Condition] = OrderedDict()
+        self._bytes = 0
+
+    @torch.no_grad()
+    def rows(self, texts: Sequence[str]) -> Condition:
+        """Condition tensors [n, ...] on the host, one row a text; every new text is encoded once."""
+        wanted = dict.fromkeys(texts)
+        missing = [t for t in wanted if t not in self._entries]
+        if missing:
+            encoded = self.family.encode_text(missing)
+            for i, text in enumerate(missing):
+                self._entries[text] = entry = {k: t[i].cpu() for k, t in encoded.items()}
+                self._bytes += sum(t.nbytes for t in entry.values())
+        for text in wanted:
+            self._entries.move_to_end(text)
+        rows = [self._entries[t] for t in texts]
+        while self._bytes > TEXT_CACHE_BYTES and len(self._entries) > len(wanted):
+            _, entry = self._entries.popitem(last=False)
+            self._bytes -= sum(t.nbytes for t in entry.values())
+        return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+
+
+class ClipCache:
+    """Clean latents of captioned training clips by index; a clip is encoded once."""
+
+    def __init__(self, family: ModelFamily, micro: int) -> None:
+        self.family, self.micro = family, micro
+        self._entries: dict[tuple[str, int], tuple[Prompt, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def rows(self, source: str, indices: Sequence[int]) -> list[tuple[Prompt, torch.Tensor]]:
+        """(captioned prompt, latents [C, F, H, W] fp32) of each clip of `source` ("name:split")."""
+        name, _, split = source.partition(":")
+        missing = [i for i in dict.fromkeys(indices) if (source, i) not in self._entries]
+        for start in range(0, len(missing), self.micro):
+            part = missing[start : start + self.micro]
+            captions, videos = select("crossrl.data", name).clips(split, part)
+            for i, caption, latents in zip(part, captions, self.family.encode_video(videos), strict=True):
+                self._entries[source, i] = (Prompt(f"clip/{i}", caption), latents)
+        return [self._entries[source, i] for i in indices]

@@ -1,0 +1,128 @@
+"""`crossrl`: list, doctor, check, run, sft, eval, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crossrl.errors import CrossRLError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Post-train video, image and multimodal models with RL on verl: any algorithm on any backend, by name.",
+)
+
+Config = Annotated[str, typer.Argument(help="A known config (see `crossrl list`) or a path to a .yaml file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value, e.g. backend=veomni algorithm=dance_grpo workers=2 seed=1 run_dir=DIR resume=auto"),
+]
+
+
+def main() -> None:
+    """Entry point: CrossRL's own errors are one message and exit status 2, never a traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    try:
+        app()
+    except CrossRLError as error:
+        typer.secho(f"{type(error).__name__}: {error}", fg=typer.colors.RED, err=True)
+        raise SystemExit(2) from None
+
+
+@app.command("list")
+def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
+    """Show what is installed: backends, algorithms, models, rewards, data, environments, configs. Imports nothing heavy."""
+    from crossrl.launch import known_configs
+    from crossrl.registry import status
+
+    rows = status()
+    configs = sorted(known_configs())
+    if as_json:
+        plugins = [
+            {"group": r.group, "name": r.name, "state": r.state, "summary": r.summary, "distribution": r.distribution}
+            for r in rows
+        ]
+        typer.echo(json.dumps({"plugins": plugins, "configs": configs}, indent=2))
+        return
+    group = None
+    for row in rows:
+        if row.group != group:
+            group = row.group
+            typer.secho(group, bold=True)
+        typer.echo(f"  {row.name:<16} {row.state:<10} {row.summary}")
+    typer.secho("configs (crossrl run NAME)", bold=True)
+    typer.echo("  " + ", ".join(configs))
+
+
+@app.command()
+def doctor() -> None:
+    """Load every plug-in in a process of its own and report versions, devices and what is broken. Exit status 1 if any is."""
+    from crossrl.doctor import examine
+
+    broken = False
+    for line, ok in examine():
+        typer.secho(line, fg=None if ok else typer.colors.RED)
+        broken |= not ok
+    raise typer.Exit(int(broken))
+
+
+@app.command()
+def check(config: Config, overrides: Overrides = None) -> None:
+    """Validate a config with its overrides, plug-ins and data files, and show the verl command it stands for."""
+    from crossrl.launch import prepare
+
+    job = prepare(config, overrides or [])
+    typer.echo(job.run.model_dump_json(indent=2))
+    typer.echo(f"workers: {job.workers}\n\n" + " \\\n  ".join(job.command))
+
+
+@app.command()
+def run(config: Config, overrides: Overrides = None) -> None:
+    """Validate, then train through verl's own entry point. Everything lands in `run_dir`.
+
+    Ctrl-C stops after the current step and saves; `resume=auto` goes on from there.
+    """
+    from crossrl.launch import prepare, start
+
+    job = prepare(config, overrides or [])
+    typer.echo(f"{job.run.algorithm['name']} on {job.run.backend}, {job.workers} worker(s) -> {job.run.run_dir}")
+    raise typer.Exit(start(job, typer.echo))
+
+
+@app.command()
+def sft(config: Config, overrides: Overrides = None) -> None:
+    """Supervised flow matching on captioned videos (`data.sft`), on the same backend, model and config as RL."""
+    run(config, ["algorithm=flow_matching", *(overrides or [])])
+
+
+@app.command("eval")
+def evaluate_run(config: Config, overrides: Overrides = None) -> None:
+    """Evaluate a config's model, or with resume=auto the last checkpoint of its run_dir, on the held-out prompts."""
+    from crossrl.single import evaluate_config
+
+    typer.echo(json.dumps(evaluate_config(config, overrides or []), indent=2))
+
+
+@app.command()
+def export(
+    config: Config,
+    to: Annotated[Path, typer.Option("--to", help="Folder to write.")],
+    overrides: Overrides = None,
+    slot: Annotated[str, typer.Option(help="Weights to export: policy or ema.")] = "policy",
+) -> None:
+    """Write the weights of a run's checkpoint (resume=auto or a folder) as a diffusers pipeline that WanPipeline loads."""
+    from crossrl.single import export_config
+
+    typer.echo(f"wrote {export_config(config, overrides or [], to, slot)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A whole run around the loop: resume, evaluate, iterate, log, save, show."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from crossrl import media, report
+from crossrl.checkpoint import Checkpoints, RunLock
+from crossrl.config import RunConfig
+from crossrl.data import PromptCursor, load_prompts
+from crossrl.evaluate import Evaluation, evaluate, showcase
+from crossrl.loop import Run, run_iteration
+from crossrl.protocols import Algorithm, RewardRuntime, WorkerGroup
+from crossrl.types import Metrics, Prompt
+
+log = logging.getLogger(__name__)
+
+Track = Callable[[Metrics, int], None]
+"""(metrics, step) -> TensorBoard, JSONL, ...; verl's `Tracking.log`."""
+
+
+def train(
+    config: RunConfig, workers: WorkerGroup, rewards: RewardRuntime, algorithm: Algorithm, track: Track
+) -> report.Summary:
+    """Run from the first or the resumed step to the last; leaves pictures, checkpoints and `summary.json`."""
+    run_dir = Path(config.run_dir)
+    with RunLock(run_dir):
+        data = PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
+        heldout = load_prompts(config.data.heldout or config.data.train, config.data.bad_rows)
+        run = Run(config, data, workers, rewards, algorithm)
+        return _Job(run, heldout, Checkpoints(run_dir, config.checkpoint.keep), track).train()
+
+
+class _Job:
+    """The state of a run: where it stands and what has been measured, all of it in every checkpoint."""
+
+    def __init__(self, run: Run, heldout: Sequence[Prompt], checkpoints: Checkpoints, track: Track) -> None:
+        self.run, self.heldout, self.checkpoints, self.track = run, heldout, checkpoints, track
+        self.config, self.run_dir = run.config, Path(run.config.run_dir)
+        self.weights = "ema" if self.config.model.ema is not None else "policy"
+        self.step = 0
+        self.before: Evaluation | None = None
+        self.history: list[Metrics] = []  # one entry an iteration, what the logs got
+
+    def train(self) -> report.Summary:
+        start = time.monotonic()
+        self._resume()
+        if self.step == 0:
+            (self.run_dir / "config.json").write_text(self.config.model_dump_json(indent=2))
+            self.before = self._evaluate()
+            self._pictures("before")
+            log.info("held-out reward before training: %.3f", self.before.mean)
+        while self.step < self.config.steps:
+            self._iterate(start)
+            if (self.run_dir / "STOP").exists():
+                self._save()
+                log.info("stopped after step %d as asked; resume=auto goes on", self.step)
+                break
+        after = self._evaluate()
+        self._pictures("after")
+        return self._finish(after, time.monotonic() - start)
+
+    def _iterate(self, start: float) -> None:
+        began = time.monotonic()
+        metrics = run_iteration(self.run, self.step)
+        self.step += 1
+        every = self.config.eval.every
+        if every and self.step % every == 0 and self.step < self.config.steps:
+            metrics["heldout/reward"] = self._evaluate().mean
+        metrics["time/step_s"] = time.monotonic() - began
+        metrics["time/elapsed_s"] = time.monotonic() - start
+        self.history.append(metrics)
+        self.track(metrics, self.step)
+        log.info(report.progress_line(self.step, self.config.steps, metrics))
+        every = self.config.checkpoint.every
+        if self.step == self.config.steps or (every and self.step % every == 0):
+            self._save()
+
+    def _evaluate(self) -> Evaluation:
+        return evaluate(self.config, self.run.workers, self.run.rewards, self.heldout, self.weights)
+
+    def _save(self) -> None:
+        folder = self.checkpoints.begin(self.step)
+        self.run.workers.save(folder)
+        before = self.before
+        state = {
+            "step": self.step,
+            "history": self.history,
+            "before": [before.mean, before.standard_error, before.by_prompt, before.parts],
+            "config": json.loads(self.config.model_dump_json()),
+        }
+        self.checkpoints.publish(folder, self.step, state)
+
+    def _resume(self) -> None:
+        folder = self.checkpoints.resolve(self.config.resume)
+        if folder is None:
+            return
+        state = self.checkpoints.verify(folder)
+        self.run.workers.load(folder)
+        self.step, self.history, self.before = state["step"], state["history"], Evaluation(*state["before"])
+        for number, metrics in enumerate(self.history, start=1):  # verl's file logger starts anew
+            self.track(metrics, number)
+        log.info("resumed %s at step %d", folder, self.step)
+
+    def _pictures(self, when: str) -> None:
+        folder = self.run_dir / "videos"
+        folder.mkdir(parents=True, exist_ok=True)
+        shown = showcase(self.config, self.run.workers, self.heldout, self.weights)
+        videos = np.concatenate([m.videos for m in shown])
+        texts = [key.prompt.text for m in shown for key in m.keys]
+        np.savez_compressed(folder / f"{when}.npz", videos=videos, texts=np.array(texts))
+        for i, video in enumerate(videos):
+            media.write_mp4(folder / f"{when}-{i:02d}.mp4", video, self.config.video.fps)
+        media.write_gif(folder / f"{when}.gif", videos, self.config.video.fps, texts)
+
+    def _finish(self, after: Evaluation, seconds: float) -> report.Summary:
+        kept = {when: np.load(self.run_dir / "videos" / f"{when}.npz") for when in ("before", "after")}
+        media.write_comparison(
+            self.run_dir / "before_after.png",
+            list(kept["after"]["texts"]),
+            kept["before"]["videos"],
+            kept["after"]["videos"],
+        )
+        summary = report.summarize(
+            self.config,
+            self.history,
+            before=self.before,
+            after=after,
+            seconds=seconds,
+            workers=self.run.workers.dp_size * self.config.parallel.ulysses,
+            driver_peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+        report.write_summary(self.run_dir, summary)
+        report.draw_curve(self.run_dir / "reward.png", self.history, self.before.mean, after.mean)
+        log.info(report.closing_text(summary, self.run_dir))
+        return summary

@@ -1,0 +1,216 @@
+"""From a config name and overrides to verl's own entry point: compose, validate, start, show progress."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from crossrl import env
+from crossrl.config import RunConfig, validated
+from crossrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MARK = "[crossrl] "
+"""Starts every line that a worker's log means for people; `run` shows these and files the rest."""
+
+SHORT = {"algorithm": "crossrl.algorithm.name", "workers": "trainer.n_gpus_per_node"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A validated job: what was asked for, and the verl command line that runs it."""
+
+    run: RunConfig
+    workers: int
+    command: list[str]
+
+
+def conf_folders() -> dict[str, Path]:
+    """Package -> its folder of Hydra configs, for core and every installed plug-in package."""
+    groups = ("crossrl.backends", "crossrl.algorithms")
+    packages = sorted({ep.module.partition(".")[0] for group in groups for ep in entry_points(group=group)})
+    folders = {"crossrl": Path(__file__).parent / "verl" / "conf"}
+    for package in packages:
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations if spec else None) or ():
+            if (Path(folder) / "conf").is_dir():
+                folders[package] = Path(folder) / "conf"
+    return folders
+
+
+def known_configs() -> dict[str, Path]:
+    """Name -> file of every config that `crossrl run` knows by name."""
+    return {p.stem: p for folder in conf_folders().values() for p in sorted(folder.glob("*.yaml"))}
+
+
+def prepare(config: str, overrides: list[str]) -> Job:
+    """Compose and validate the config; raises `ConfigError` or `PluginError` with file, key and a suggestion."""
+    from crossrl.build import check_parts
+
+    arguments, source = _config_arguments(config)
+    hydra_overrides = [_translate(o) for o in overrides]
+    tree = _compose(arguments, hydra_overrides, source)
+    node = OmegaConf.to_container(tree.crossrl, resolve=True)
+    node.setdefault("backend", str(tree.model_engine).removeprefix("crossrl_"))
+    run = validated(RunConfig, node, source=source, prefix="")
+    workers = int(tree.trainer.n_gpus_per_node) * int(tree.trainer.nnodes)
+    run.check_world_size(workers)
+    check_parts(run)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, *hydra_overrides, *_machine(tree, workers)]
+    return Job(run, workers, command)
+
+
+def _config_arguments(config: str) -> tuple[list[str], str]:
+    path = Path(config)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise ConfigError(f"no such config file: {config}", fix="give a path to a YAML file, or a known name")
+        return [f"--config-dir={path.parent.resolve()}", f"--config-name={path.stem}"], config
+    known = known_configs()
+    if config not in known:
+        near = difflib.get_close_matches(config, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"unknown config {config!r}", fix=f"{hint}known: {', '.join(sorted(known))}; or a path to a .yaml file"
+        )
+    return [f"--config-name={config}"], str(known[config].name)
+
+
+def _translate(override: str) -> str:
+    """`backend=x`, `workers=2`, `seed=1`, `batch.prompts=4` are ours; verl's own keys pass through."""
+    key, separator, value = override.partition("=")
+    if not separator:
+        raise ConfigError(f"override {override!r} has no '='", where="command line", fix="write key=value")
+    bare = key.lstrip("+~")
+    root = bare.partition(".")[0]
+    if key == "backend":
+        return f"model_engine=crossrl_{value}"
+    if key in SHORT:
+        return f"++{SHORT[key]}={value}" if key == "algorithm" else f"{SHORT[key]}={value}"
+    if root in RunConfig.model_fields:
+        return f"++crossrl.{bare}={value}"
+    if root in ("trainer", "ray_kwargs", "model_engine", "crossrl", "global_profiler", "transfer_queue", "hydra"):
+        return override
+    candidates = [*RunConfig.model_fields, *SHORT, "backend", "trainer", "ray_kwargs"]
+    near = difflib.get_close_matches(root, candidates, n=1)
+    raise ConfigError(
+        f"unknown key {bare!r}",
+        where="command line",
+        fix=(f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(candidates)}",
+    )
+
+
+def _compose(arguments: list[str], overrides: list[str], source: str) -> Any:
+    options = dict(a.removeprefix("--").split("=", 1) for a in arguments)
+    verl = find_spec("verl")
+    if verl is None:
+        raise ConfigError("verl is not installed", fix="pip install 'verl>=0.9.1,<0.10'")
+    folder = Path(next(iter(verl.submodule_search_locations))) / "trainer" / "config"
+    if "config-dir" in options:
+        overrides = [*overrides, f"hydra.searchpath=[file://{options['config-dir']}]"]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            return compose(options["config-name"], overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        backend = re.search(r"model_engine/crossrl_(\w+)", str(error))
+        if backend:
+            from crossrl.registry import select
+
+            select("crossrl.backends", backend.group(1))
+        raise ConfigError(str(error).strip().splitlines()[0], where=source) from error
+
+
+def _machine(tree: Any, workers: int) -> list[str]:
+    """What depends on this machine: verl's platform, and a local Ray unless a cluster is named."""
+    env.use_cpu_platform_if_alone()
+    out = []
+    if env.verl_platform() == "cpu":
+        out.append("++ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM=cpu")
+    if not env.ray_address() and not tree.ray_kwargs.ray_init.get("address"):
+        # logical CPUs only order the queue: every rank, the rewards and verl's own actors must find a place
+        out += [f"ray_kwargs.ray_init.num_cpus={workers + 16}", "++ray_kwargs.ray_init.include_dashboard=false"]
+    return out
+
+
+def start(job: Job, echo) -> int:
+    """Run the job in a child process; lines meant for people go to `echo`, all of them to `logs/` in the run folder.
+
+    The first SIGINT or SIGTERM asks the job to stop after its step and save; the second ends it at once.
+    Returns the child's exit status, or 143 / 130 after a signal.
+    """
+    run_dir = Path(job.run.run_dir)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "STOP").unlink(missing_ok=True)
+    path = run_dir / "logs" / time.strftime("run-%Y%m%d-%H%M%S.log")
+    tail: deque[str] = deque(maxlen=400)
+    with path.open("w") as logfile:
+        child = subprocess.Popen(
+            job.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=env.die_with_parent,
+        )
+        caught = _stop_on_signals(child, run_dir, echo)
+        for line in child.stdout:
+            logfile.write(line)
+            logfile.flush()
+            tail.append(line)
+            _, found, message = line.partition(MARK)
+            if found:
+                echo(message.rstrip())
+    code = child.wait()
+    if caught:
+        return 128 + caught[0]
+    if code:
+        echo(f"the job failed (exit status {code}): {_cause(tail)}\nfull log: {path}")
+    return code
+
+
+def _stop_on_signals(child: subprocess.Popen, run_dir: Path, echo) -> list[int]:
+    caught: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        caught.append(number)
+        if len(caught) > 1:
+            os.killpg(child.pid, signal.SIGKILL)
+            return
+        (run_dir / "STOP").touch()
+        echo("stopping after this step and saving; once more to stop at once")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return caught
+
+
+def _cause(tail: deque[str]) -> str:
+    """The error that a person should read first: CrossRL's own if there is one, else the last exception line."""
+    lines = [re.sub(r"^(\x1b\[\d+m)?\([^)]*\)(\x1b\[0m)? ", "", line.rstrip()) for line in tail]
+    for pattern in (r"^(crossrl\.errors\.)?\w*(Config|Plugin|Data|Reward|Checkpoint|DeviceLeak|Worker)Error\b.*: ", r"^[\w.]+(Error|Exception)\b"):
+        for i in range(len(lines) - 1, -1, -1):
+            if re.match(pattern, lines[i]):
+                more = [line for line in lines[i + 1 : i + 4] if line.startswith("  -> ")]
+                return "\n".join([lines[i], *more])
+    return lines[-1] if lines else "no output"

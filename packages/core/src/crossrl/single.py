@@ -1,0 +1,51 @@
+"""`eval` and `export`: one engine in this process, no Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossrl import env
+from crossrl.build import build_engine
+from crossrl.checkpoint import Checkpoints
+from crossrl.config import RunConfig
+from crossrl.data import load_prompts
+from crossrl.evaluate import evaluate
+from crossrl.launch import prepare
+from crossrl.local import LocalWorkers
+from crossrl.rewards import InlineRewards, RewardSet
+
+
+def evaluate_config(config: str, overrides: list[str]) -> dict[str, Any]:
+    """Held-out evaluation of the configured model or of the checkpoint that `resume` names."""
+    run = prepare(config, overrides).run
+    workers, source = _open(run)
+    prompts = load_prompts(run.data.heldout or run.data.train, run.data.bad_rows)
+    weights = "ema" if run.model.ema is not None else "policy"
+    result = evaluate(run, workers, InlineRewards(RewardSet.from_config(run)), prompts, weights)
+    return {"weights": source, **dataclasses.asdict(result)}
+
+
+def export_config(config: str, overrides: list[str], to: Path, slot: str) -> Path:
+    """Write the weights that `resume` names for diffusers."""
+    run = prepare(config, overrides).run
+    workers, _ = _open(run)
+    workers.export(to, slot)
+    return to
+
+
+def _open(run: RunConfig) -> tuple[LocalWorkers, str]:
+    with tempfile.NamedTemporaryFile() as store:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+    workers = LocalWorkers(build_engine(run, env.device()))
+    checkpoints = Checkpoints(Path(run.run_dir), run.checkpoint.keep)
+    folder = checkpoints.resolve(run.resume)
+    if folder is None:
+        return workers, run.model.path
+    checkpoints.verify(folder)
+    workers.load(folder)
+    return workers, str(folder)
