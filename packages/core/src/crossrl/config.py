@@ -160,10 +160,16 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _algorithm_by_name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("algorithm"), str):
-            values = {**values, "algorithm": {"name": values["algorithm"]}}
-        return values
+    def _choose_algorithm(cls, values: Any) -> Any:
+        """`algorithm: name` is short for `{name: name}`; `for_algorithm.<name>` holds what a job sets for each."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if isinstance(values.get("algorithm"), str):
+            values["algorithm"] = {"name": values["algorithm"]}
+        presets = values.pop("for_algorithm", {})
+        name = values.get("algorithm", {}).get("name")
+        return _merged(presets.get(name, {}), values)
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
@@ -197,9 +203,16 @@ class RunConfig(Section):
             )
 
 
-def _suggest(key: str, model: type[BaseModel] | None) -> str | None:
+def _merged(base: Any, over: Any) -> Any:
+    """`base` with the values of `over`, which win, section by section."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    return base | {key: _merged(base.get(key), value) for key, value in over.items()}
+
+
+def _suggest(key: str, model: type[BaseModel] | None) -> str:
     near = difflib.get_close_matches(key, model.model_fields if model else (), n=1)
-    return f"did you mean {near[0]!r}?" if near else None
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _section_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
@@ -227,9 +240,7 @@ def validated(model: type[BaseModel], values: Any, *, source: str, prefix: str =
             loc = tuple(p for p in problem["loc"] if not str(p).startswith("function-"))
             key = prefix + ".".join(str(p) for p in loc)
             if problem["type"] == "extra_forbidden":
-                text = f"unknown key {key!r}"
-                hint = _suggest(str(loc[-1]), _section_at(model, loc))
-                text += f" ({hint})" if hint else ""
+                text = f"unknown key {key!r}" + _suggest(str(loc[-1]), _section_at(model, loc))
             else:
                 got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
                 text = f"{key or 'config'}: {problem['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,33 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := ./packages/core ./packages/backend_veomni ./packages/backend_mindspeed ./packages/algo_t2v ./packages/algo_gui_agent
+EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
+
+.PHONY: demo test lint bench install toy-assets clean
+
+demo: $(VENV)/.installed  ## post-train the tiny text-to-video model and show the result
+	$(BIN)/crossrl run demo $(ARGS)
+
+test: $(VENV)/.installed  ## everything that a machine without an accelerator can test
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.installed  ## framework overhead and scaling, as JSON
+	$(BIN)/python -m tests.bench.iteration $(ARGS)
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: constraints.txt $(wildcard packages/*/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch torchvision
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(EDITABLE) -r requirements-dev.txt
+	touch $@
+
+toy-assets: $(VENV)/.installed  ## train the toy model's VAE and base again
+	$(BIN)/python -m crossrl_t2v.toy.build packages/algo_t2v/src/crossrl_t2v/toy/assets/wan_tiny --seed 0
+	$(BIN)/crossrl sft toy_base run_dir=runs/toy_base
+
+clean:
+	rm -rf $(VENV) runs outputs
