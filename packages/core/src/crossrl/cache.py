@@ -1,4 +1,4 @@
-"""What a worker need not compute twice: text embeddings and the latents of training clips, kept on the host."""
+"""What a worker keeps on the host: text embeddings, latents of training clips, and the samples of the current step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from crossrl.errors import WorkerError
 from crossrl.protocols import ModelFamily
 from crossrl.registry import select
-from crossrl.types import Prompt
+from crossrl.types import Prompt, SampleKey, Trajectory, UpdatePlan
 
 Condition = dict[str, torch.Tensor]
 TEXT_CACHE_BYTES = 1 << 30
@@ -60,3 +61,40 @@ class ClipCache:
             for i, caption, latents in zip(part, captions, self.family.encode_video(videos), strict=True):
                 self._entries[source, i] = (Prompt(f"clip/{i}", caption), latents)
         return [self._entries[source, i] for i in indices]
+
+
+class HeldSamples:
+    """The trajectories that this rank has drawn in the current step."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._sigmas = torch.empty(0)
+        self._rows: dict[SampleKey, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+
+    def add(self, trajectory: Trajectory, step: int) -> None:
+        """Keep its samples until the first ones of another step arrive."""
+        if step != self._step:
+            self._rows, self._step = {}, step
+        self._sigmas = trajectory.sigmas
+        for i, key in enumerate(trajectory.keys):
+            self._rows[key] = (trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
+
+    def share(self, plan: UpdatePlan) -> tuple[Trajectory, torch.Tensor, torch.Tensor]:
+        """This rank's samples of `plan`: (trajectory, advantages [n], real [n]: 1, or 0 for padding)."""
+        mine = [(k, a) for k, a in zip(plan.keys, plan.advantages, strict=True) if k in self._rows]
+        padding = plan.samples_per_rank - len(mine)
+        if plan.step != self._step or padding < 0:
+            raise WorkerError(
+                f"a plan of step {plan.step} wants {plan.samples_per_rank} samples a rank; "
+                f"this rank holds {len(mine)} of its samples, from step {self._step}"
+            )
+        real = torch.tensor([1.0] * len(mine) + [0.0] * padding)
+        mine += [(next(iter(self._rows)), 0.0)] * padding
+        rows = [self._rows[k] for k, _ in mine]
+        trajectory = Trajectory(
+            keys=tuple(k for k, _ in mine),
+            sigmas=self._sigmas,
+            latents=torch.stack([latents for latents, _ in rows]),
+            data={name: torch.stack([data[name] for _, data in rows]) for name in rows[0][1]},
+        )
+        return trajectory, torch.tensor([a for _, a in mine], dtype=torch.float32), real

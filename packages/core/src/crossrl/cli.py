@@ -39,7 +39,7 @@ def main() -> None:
 
 @app.command("list")
 def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
-    """Show what is installed: backends, algorithms, models, rewards, data, environments, configs. Imports nothing heavy."""
+    """Show what is installed: backends, algorithms, models, rewards, data, configs."""
     from crossrl.launch import known_configs
     from crossrl.registry import status
 
@@ -64,7 +64,7 @@ def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Machine-r
 
 @app.command()
 def doctor() -> None:
-    """Load every plug-in in a process of its own and report versions, devices and what is broken. Exit status 1 if any is."""
+    """Report versions and devices, and load every plug-in in its own process; exit status 1 if any is broken."""
     from crossrl.doctor import examine
 
     broken = False
@@ -118,7 +118,7 @@ def export(
     overrides: Overrides = None,
     slot: Annotated[str, typer.Option(help="Weights to export: policy or ema.")] = "policy",
 ) -> None:
-    """Write the weights of a run's checkpoint (resume=auto or a folder) as a diffusers pipeline that WanPipeline loads."""
+    """Write the weights that `resume` names (auto or a checkpoint folder) as a diffusers pipeline."""
     from crossrl.single import export_config
 
     typer.echo(f"wrote {export_config(config, overrides or [], to, slot)}")

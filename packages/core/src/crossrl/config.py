@@ -137,7 +137,7 @@ class RewardRuntime(Section):
 
 
 class RunConfig(Section):
-    """A whole run. `algorithm` and `rewards` name entry points; the algorithm's own options are checked by its Config."""
+    """A whole run. `algorithm` and `rewards` name entry points; the algorithm's Config checks its own options."""
 
     algorithm: dict[str, Any]
     backend: str

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from crossrl.cache import ClipCache, Condition, TextCache
+from crossrl.cache import ClipCache, Condition, HeldSamples, TextCache
 from crossrl.config import RunConfig
-from crossrl.errors import CheckpointError, WorkerError
+from crossrl.errors import CheckpointError
 from crossrl.noise import Noise
 from crossrl.protocols import Algorithm, ModelFamily
 from crossrl.schedule import lr_at
@@ -49,9 +49,7 @@ class DiffusionEngine(ABC):
         self.updates = 0  # optimizer steps done
         self.forwards = 0  # network evaluations of single samples, backward ones included
         self.seconds: Metrics = {}  # by stage, since the last `take_seconds`
-        self._sigmas: torch.Tensor | None = None
-        self._held: dict[SampleKey, tuple[torch.Tensor, Condition]] = {}
-        self._held_step: int | None = None
+        self.held = HeldSamples()
         self._texts = TextCache(family)
         self._clips = ClipCache(family, config.batch.decode_micro)
         self._offloaded = False
@@ -115,8 +113,6 @@ class DiffusionEngine(ABC):
     def rollout(self, request: RolloutRequest) -> np.ndarray:
         """Draw the request's samples; uint8 videos [n, frames, height, width, 3]. Trajectories stay here."""
         batch, video = self.config.batch, self.config.video
-        if request.keep_trajectory and request.step != self._held_step:
-            self._held, self._held_step = {}, request.step
         shape = self.family.latent_shape(video.frames, video.height, video.width)
         videos = []
         with self._on_device(optimizer=False), self.slot(request.weights):
@@ -129,27 +125,19 @@ class DiffusionEngine(ABC):
                         predict, noise, keys, request.sampling, request.keep_trajectory
                     )
                 if trajectory is not None:
-                    self.hold(trajectory, request.step)
+                    self.held.add(trajectory, request.step)
                 with self._timed("decode"):
                     videos += [self.family.decode(part) for part in latents.split(batch.decode_micro)]
         return np.concatenate(videos)
-
-    def hold(self, trajectory: Trajectory, step: int) -> None:
-        """Keep samples until the next step begins."""
-        if step != self._held_step:
-            self._held, self._held_step = {}, step
-        self._sigmas = trajectory.sigmas
-        for i, key in enumerate(trajectory.keys):
-            self._held[key] = (trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
 
     @torch.no_grad()
     def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
         """Hold captioned clips as clean samples of `step`; their prompts name the clips."""
         with self._on_device(optimizer=False), self._timed("encode"):
             clips = self._clips.rows(source, indices)
-        self._held, self._held_step, self._sigmas = {}, step, torch.empty(0)
-        for prompt, latents in clips:
-            self._held[SampleKey(prompt, 0)] = (latents[None], {})
+        keys = tuple(SampleKey(prompt, 0) for prompt, _ in clips)
+        latents = torch.stack([latents for _, latents in clips])[:, None]
+        self.held.add(Trajectory(keys, torch.empty(0), latents, {}), step)
 
     def velocity(
         self, x: torch.Tensor, sigma: torch.Tensor, *, keys: Sequence[SampleKey], guidance: float = 1.0
@@ -172,24 +160,10 @@ class DiffusionEngine(ABC):
 
     def update(self, plan: UpdatePlan) -> RankStats:
         """One optimizer step on the samples of `plan` that this rank holds (padded with zero weight)."""
-        mine = [(k, a) for k, a in zip(plan.keys, plan.advantages, strict=True) if k in self._held]
-        padding = plan.samples_per_rank - len(mine)
-        if padding < 0 or not self._held:
-            raise WorkerError(f"rank holds {len(mine)} samples of a plan for {plan.samples_per_rank} a rank")
-        mine += [(next(iter(self._held)), 0.0)] * padding
-        keys = tuple(k for k, _ in mine)
-        held = [self._held[k] for k in keys]
-        trajectory = Trajectory(
-            keys=keys,
-            sigmas=self._sigmas,
-            latents=torch.stack([latents for latents, _ in held]),
-            data={name: torch.stack([data[name] for _, data in held]) for name in held[0][1]},
-        )
-        advantages = torch.tensor([a for _, a in mine], dtype=torch.float32)
+        trajectory, advantages, real = self.held.share(plan)
         rows = self.algorithm.rows(trajectory, advantages, plan.seed, plan.step)
-        real = (torch.arange(len(mine)) < len(mine) - padding).float()
-        weights = real[rows.owner] / (len(plan.keys) * (len(rows) / len(mine)))
-        return self.train_rows(rows, keys, weights)
+        rows_per_sample = len(rows) / len(trajectory.keys)
+        return self.train_rows(rows, trajectory.keys, real[rows.owner] / (len(plan.keys) * rows_per_sample))
 
     def train_rows(self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor) -> RankStats:
         """Forward and backward over `rows` in micro-batches, then one optimizer step.
@@ -206,17 +180,19 @@ class DiffusionEngine(ABC):
         stats.scalars["forwards"] = float(self.take_forwards())
         return stats
 
-    def accumulate(self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor) -> RankStats:
-        """Gradients of the weighted mean loss of `rows`; `rows.owner` points into `keys`."""
+    def accumulate(
+        self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor, backward: bool = True
+    ) -> RankStats:
+        """The weighted mean loss of `rows` and, if `backward`, its gradients; `rows.owner` points into `keys`."""
         stats, micro = RankStats(), self.config.batch.update_micro
         self.optimizer.zero_grad()
         for start in range(0, len(rows), micro):
             part, weight = rows.take(slice(start, start + micro)), weights[start : start + micro]
             out = self.algorithm.loss(self._velocities(part, keys), part)
             weight = weight.to(out.loss.device)
-            # FSDP averages gradients over ranks, the loss is a sum over ranks
-            loss = (out.loss * weight).sum() * self.data_parallel.size
-            self.backward(loss, last=start + micro >= len(rows))
+            if backward:  # FSDP averages gradients over ranks, the loss is a sum over ranks
+                loss = (out.loss * weight).sum() * self.data_parallel.size
+                self.backward(loss, last=start + micro >= len(rows))
             _gather(stats, {"loss": out.loss.detach(), **out.metrics}, weight)
         return stats
 

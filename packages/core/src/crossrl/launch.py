@@ -25,12 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from crossrl import env
 from crossrl.config import RunConfig, validated
+from crossrl.console import MARK
 from crossrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-MARK = "[crossrl] "
-"""Starts every line that a worker's log means for people; `run` shows these and files the rest."""
 
 SHORT = {"algorithm": "crossrl.algorithm.name", "workers": "trainer.n_gpus_per_node"}
 
@@ -208,7 +206,7 @@ def _stop_on_signals(child: subprocess.Popen, run_dir: Path, echo) -> list[int]:
 def _cause(tail: deque[str]) -> str:
     """The error that a person should read first: CrossRL's own if there is one, else the last exception line."""
     lines = [re.sub(r"^(\x1b\[\d+m)?\([^)]*\)(\x1b\[0m)? ", "", line.rstrip()) for line in tail]
-    for pattern in (r"^(crossrl\.errors\.)?\w*(Config|Plugin|Data|Reward|Checkpoint|DeviceLeak|Worker)Error\b.*: ", r"^[\w.]+(Error|Exception)\b"):
+    for pattern in (r"^crossrl\.errors\.\w+: ", r"^[\w.]+(Error|Exception)\b"):
         for i in range(len(lines) - 1, -1, -1):
             if re.match(pattern, lines[i]):
                 more = [line for line in lines[i + 1 : i + 4] if line.startswith("  -> ")]

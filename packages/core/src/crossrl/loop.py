@@ -58,9 +58,7 @@ def run_iteration(run: Run, step: int) -> Metrics:
     drawn = time.monotonic()
 
     advantages = run.algorithm.advantages(scores, valid)
-    stats = [
-        run.workers.update(plan) for plan in update_plans(groups, advantages, config, step, run.workers.dp_size)
-    ]
+    stats = [run.workers.update(plan) for plan in update_plans(groups, advantages, config, step, run.workers.dp_size)]
 
     seconds = {"time/rollout_and_reward_s": drawn - start, "time/update_s": time.monotonic() - drawn}
     return rollout_metrics(scored) | dict(advantages.metrics) | update_metrics(stats) | seconds
@@ -141,7 +139,7 @@ def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
 
 
 def update_metrics(stats: Sequence[Sequence[RankStats]]) -> Metrics:
-    """Means over the optimizer steps of the weighted sums over ranks; maxima over all; the first step's on their own."""
+    """Means over the optimizer steps of the sums over ranks; maxima over all, and the first step's on their own."""
     if not stats:
         return {"update/optimizer_steps": 0.0}
     out: Metrics = {"update/optimizer_steps": float(len(stats))}

@@ -93,6 +93,7 @@ class Needs:
 Predict = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 """(x [n, C, F, H, W], sigma [n]) -> velocity [n, C, F, H, W]; the condition and guidance are bound already."""
 
+
 class NoiseFn(Protocol):
     """Standard normal noise [n, C, F, H, W], fp32 on CPU, for the samples of one micro-batch."""
 
@@ -203,7 +204,6 @@ class WorkerGroup(Protocol):
     def update(self, plan: UpdatePlan) -> list[RankStats]:
         """One optimizer step on all ranks; the stats of each data-parallel rank."""
         ...
-
 
     def fetch(self, handle: Any) -> Media:
         """Wait for media and bring them here (pictures for people)."""

@@ -1,4 +1,4 @@
-"""CrossRL's engines in verl's EngineRegistry: `(model_type="diffusion", backend="crossrl_<name>")` for every backend."""
+"""Every backend in verl's EngineRegistry, as `model_type="diffusion"`, `backend="crossrl_<name>"`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from verl.utils.device import get_device_name
 from verl.workers.engine import BaseEngine, EngineRegistry
 
 from crossrl.build import build_engine
-from crossrl.leaks import device_leaks
 from crossrl.errors import DeviceLeakError
+from crossrl.leaks import device_leaks
 from crossrl.types import Prompt, Rows, SampleKey
 from crossrl.verl.config import STRATEGY_PREFIX, CrossRLEngineConfig
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from omegaconf import DictConfig
@@ -12,6 +11,7 @@ from verl.utils.tracking import Tracking
 
 from crossrl import env, job
 from crossrl.build import build_algorithm
+from crossrl.console import mark_logs
 from crossrl.verl.workers import RayRewards, RayWorkers
 
 
@@ -29,7 +29,7 @@ class CrossRLTrainer(PPOTrainer):
     """The shell that verl drives; all that happens is in `crossrl.job`."""
 
     def __init__(self, config: DictConfig) -> None:
-        logging.getLogger("crossrl").setLevel(logging.INFO)
+        mark_logs()
         self.config = config
         self.engine_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor.engine)
         self.run = self.engine_config.run
