@@ -33,7 +33,8 @@ def check_parts(config: RunConfig) -> None:
     backend = describe("crossrl.backends", config.backend)
     select("crossrl.backends", config.backend)
     select("crossrl.models", config.model.family)
-    build_algorithm(config)
+    if build_algorithm(config).needs.clips and config.data.sft is None:
+        raise ConfigError(f"{config.algorithm['name']} trains on captioned clips", where="data.sft", fix="set data.sft")
     RewardSet.from_config(config)
     for source in filter(None, (config.data.train, config.data.heldout)):
         load_prompts(source, config.data.bad_rows)

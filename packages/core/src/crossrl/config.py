@@ -67,7 +67,8 @@ class Data(Section):
 
     train: str
     heldout: str | None = None
-    sft: str | None = None  # captioned videos for `crossrl sft`
+    sft: str | None = None  # captioned clips for `crossrl sft`, as `name:split`
+    sft_clips: PositiveInt = 2048  # how many of them
     bad_rows: Literal["stop", "skip"] = "stop"
 
 

@@ -16,7 +16,7 @@ from crossrl.checkpoint import Checkpoints, RunLock
 from crossrl.config import RunConfig
 from crossrl.data import PromptCursor, load_prompts
 from crossrl.evaluate import Evaluation, evaluate, showcase
-from crossrl.loop import Run, run_iteration
+from crossrl.loop import Run, run_iteration, sft_iteration
 from crossrl.protocols import Algorithm, RewardRuntime, WorkerGroup
 from crossrl.types import Metrics, Prompt
 
@@ -69,7 +69,8 @@ class _Job:
 
     def _iterate(self, start: float) -> None:
         began = time.monotonic()
-        metrics = run_iteration(self.run, self.step)
+        iteration = sft_iteration if self.run.algorithm.needs.clips else run_iteration
+        metrics = iteration(self.run, self.step)
         self.step += 1
         every = self.config.eval.every
         if every and self.step % every == 0 and self.step < self.config.steps:

@@ -20,7 +20,7 @@ from crossrl.errors import RewardError
 from crossrl.noise import stream_seed
 from crossrl.protocols import Algorithm, RewardRuntime, WorkerGroup
 from crossrl.rewards import Scored
-from crossrl.types import Advantages, Metrics, RankStats, RolloutRequest, SampleKey, Sampling, UpdatePlan
+from crossrl.types import Advantages, Metrics, Prompt, RankStats, RolloutRequest, SampleKey, Sampling, UpdatePlan
 
 
 @dataclass(slots=True)
@@ -62,6 +62,17 @@ def run_iteration(run: Run, step: int) -> Metrics:
 
     seconds = {"time/rollout_and_reward_s": drawn - start, "time/update_s": time.monotonic() - drawn}
     return rollout_metrics(scored) | dict(advantages.metrics) | update_metrics(stats) | seconds
+
+
+def sft_iteration(run: Run, step: int) -> Metrics:
+    """One optimizer step of supervised training on `batch.prompts` captioned clips."""
+    config, start = run.config, time.monotonic()
+    order = np.random.default_rng(stream_seed(config.seed, step, "clips"))
+    clips = order.choice(config.data.sft_clips, config.batch.prompts, replace=False)
+    run.workers.load_clips(step, config.data.sft, [int(i) for i in clips])
+    keys = tuple(SampleKey(Prompt(f"clip/{i}", ""), 0) for i in clips)
+    plan = UpdatePlan(step, config.seed, keys, (0.0,) * len(keys), len(keys) // run.workers.dp_size)
+    return update_metrics([run.workers.update(plan)]) | {"time/update_s": time.monotonic() - start}
 
 
 def waves(

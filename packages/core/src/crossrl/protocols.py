@@ -84,10 +84,11 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Which weights besides the policy's an algorithm evaluates: the engine keeps a slot for each."""
+    """What an algorithm needs besides the policy: further weights (the engine keeps a slot for each), or data."""
 
     old: bool = False
     reference: bool = False
+    clips: bool = False  # trains on captioned clips instead of its own samples
 
 
 Predict = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]

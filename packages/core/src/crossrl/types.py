@@ -23,10 +23,10 @@ Plain = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conditioning text with a stable id, e.g. `Prompt("toy/17", "a red circle moving up")`."""
+    """One conditioning text, e.g. `Prompt("toy/17", "a red circle moving up")`; the id alone makes it equal."""
 
     id: str
-    text: str
+    text: str = field(compare=False)
     meta: Mapping[str, Plain] = field(default_factory=dict, compare=False)
 
 
