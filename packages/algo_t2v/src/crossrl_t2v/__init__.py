@@ -7,6 +7,11 @@ dance_grpo = Plugin(
     summary="DanceGRPO (arXiv 2505.07818): clipped policy gradient over an SDE sampler",
     target="crossrl_t2v.dance_grpo:DanceGRPO",
 )
+flow_matching = Plugin(
+    name="flow_matching",
+    summary="flow matching: supervised training on captioned videos, the algorithm of `crossrl sft`",
+    target="crossrl_t2v.flow_matching:FlowMatching",
+)
 wan = Plugin(
     name="wan",
     summary="Wan 2.1 / 2.2 text-to-video: UMT5 text encoder, causal video VAE",
@@ -17,4 +22,9 @@ toy_reward = Plugin(
     name="toy",
     summary="closed-form reward of the toy world: colour, direction, smoothness, presence",
     target="crossrl_t2v.toy.rewards:ToyReward",
+)
+toy_data = Plugin(
+    name="toy",
+    summary="prompts and captioned clips of the toy world: colour x shape x direction",
+    target="crossrl_t2v.toy.world:ToyData",
 )

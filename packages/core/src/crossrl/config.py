@@ -111,6 +111,7 @@ class Parallel(Section):
     ulysses: PositiveInt = 1
     offload: Literal["none", "params", "all"] = "none"  # what waits on the host while it is not used
     reshard_after_forward: bool = True
+    cpu_threads: PositiveInt | None = None  # of a worker on the CPU; None = an equal share of the cores
 
 
 class Eval(Section):
@@ -163,8 +164,6 @@ class RunConfig(Section):
     @classmethod
     def _choose_algorithm(cls, values: Any) -> Any:
         """`algorithm: name` is short for `{name: name}`; `for_algorithm.<name>` holds what a job sets for each."""
-        if not isinstance(values, dict):
-            return values
         values = dict(values)
         if isinstance(values.get("algorithm"), str):
             values["algorithm"] = {"name": values["algorithm"]}

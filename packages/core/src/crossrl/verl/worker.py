@@ -21,7 +21,8 @@ class RLWorker(TrainingWorker):
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         if get_device_name() == "cpu":  # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses
-            torch.set_num_threads(max(1, env.cpu_count() // env.local_world_size()))
+            share = max(1, env.cpu_count() // env.local_world_size())
+            torch.set_num_threads(config.engine_config.run.parallel.cpu_threads or share)
             torch.distributed.init_process_group("gloo")
         super().__init__(config)
         self.inner = self.engine.engine

@@ -1,0 +1,164 @@
+"""The few places where VeOmni or torch need care: process-wide state, world size 1, recovery after an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.loss.loss_utils import LOSS_MAPPING
+from veomni.arguments import MixedPrecisionConfig, OpsImplementationConfig
+from veomni.distributed import parallel_state as veomni_state
+from veomni.distributed.torch_parallelize import build_parallelize_model, parallelize_model_fsdp2
+from veomni.models import load_model_weights
+from veomni.utils.device import get_device_type
+
+from crossrl.config import Model, Parallel
+from crossrl.errors import ConfigError, WorkerError
+
+_KERNELS = ("rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "cross_entropy_loss", "moe")
+
+_state_of: torch.distributed.ProcessGroup | None = None
+
+
+def parallel_state(ulysses: int, device: str) -> veomni_state.ParallelState:
+    """VeOmni's mesh over all ranks of the process group that exists: data parallel x `ulysses`.
+
+    Raises `WorkerError` without a process group, `ConfigError` if the world or the device does not fit.
+    """
+    global _state_of
+    if not torch.distributed.is_initialized():
+        raise WorkerError(
+            "no process group: VeOmni shards over torch.distributed, also in a single process",
+            where="crossrl_veomni",
+            fix="call torch.distributed.init_process_group first (gloo on CPU, with world_size=1 in one process)",
+        )
+    kind, world = torch.device(device).type, torch.distributed.get_world_size()
+    if kind != get_device_type():
+        raise ConfigError(f"VeOmni uses {get_device_type()!r} on this machine, the engine was given {device!r}")
+    if world % ulysses:
+        raise ConfigError(
+            f"{world} workers cannot be split by parallel.ulysses={ulysses}",
+            where="parallel.ulysses",
+            fix="choose a divisor of the number of workers",
+        )
+    if _state_of is not torch.distributed.group.WORLD:
+        # VeOmni caches meshes by shape and would hand out the groups of a destroyed world
+        veomni_state.clear_parallel_state()
+        _state_of = torch.distributed.group.WORLD
+    return veomni_state.init_parallel_state(
+        dp_size=world // ulysses, ulysses_size=ulysses, dp_mode="fsdp2", device_type=kind, name=None
+    )
+
+
+def operators(attention: str) -> OpsImplementationConfig:
+    """VeOmni's kernel choice: attention as given, all others eager (diffusion models have none of them)."""
+    return OpsImplementationConfig(
+        attn_implementation=attention, **{f"{name}_implementation": "eager" for name in _KERNELS}
+    )
+
+
+@contextmanager
+def loss_mapping_kept() -> Iterator[None]:
+    """Undo what building a VeOmni model does to transformers' losses.
+
+    VeOmni replaces entries of `LOSS_MAPPING` for the whole process: a transformers reward model called with `labels=`
+    would then return a tuple for its loss.
+    """
+    kept = dict(LOSS_MAPPING)
+    try:
+        yield
+    finally:
+        LOSS_MAPPING.clear()
+        LOSS_MAPPING.update(kept)
+
+
+def parallelize(
+    module: torch.nn.Module, weights: Path, model: Model, parallel: Parallel, state: veomni_state.ParallelState
+) -> torch.nn.Module:
+    """Load `weights` into a meta `module`, sharded with FSDP2: fp32 masters, compute in `model.dtype`.
+
+    One worker in fp32 has nothing to shard and no second copy in another precision: it stays a plain module, which
+    spares a tiny model a fifth of its step.
+    """
+    mixed = model.dtype != "float32"
+    if model.gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not state.fsdp_enabled and not mixed:
+        load_model_weights(module, str(weights), get_device_type(), is_peft_model=model.lora is not None)
+        return module
+    precision = MixedPrecisionConfig(
+        enable=mixed,
+        param_dtype=model.dtype,
+        reduce_dtype="float32",
+        cast_forward_inputs=False,  # True rounds timesteps and rotary tables to bf16
+    )
+    options = {
+        "weights_path": str(weights),
+        "enable_reshard_after_forward": parallel.reshard_after_forward,
+        "mixed_precision": precision,
+        "init_device": "meta",
+        "broadcast_model_weights_from_rank0": True,
+        "is_peft_model": model.lora is not None,
+    }
+    if state.fsdp_enabled:
+        return build_parallelize_model(module, enable_gradient_checkpointing=False, **options)
+    return parallelize_model_fsdp2(module, **options)  # build_parallelize_model refuses meta at world size 1
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Free gathered weights: the root keeps its own after a forward, and would go on using them after an update."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def reset(module: torch.nn.Module) -> None:
+    """Bring FSDP back to rest after an error in forward or backward; gradients under way are lost.
+
+    Raises `WorkerError` where this torch offers no way back.
+    """
+    if not isinstance(module, FSDPModule) or module._get_fsdp_state()._is_root is None:  # None: no forward yet
+        return
+    if not hasattr(module, "reset_iter_state"):
+        raise WorkerError(
+            "a forward or backward failed and this torch cannot reset FSDP",
+            where="crossrl_veomni",
+            fix="restart the worker from its last checkpoint, or use torch >= 2.14",
+        )
+    module.reset_iter_state()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:  # torch 2.14 forgets these: they would join the next step
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, without autograd; shares memory with it."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_sharded(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`local` as a tensor that is sharded as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def copy_full(full: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Copy `full`, the same on every rank, into a parameter that may be sharded."""
+    if isinstance(parameter, DTensor):
+        full = distribute_tensor(
+            full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(full)
