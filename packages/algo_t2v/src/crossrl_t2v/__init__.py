@@ -26,5 +26,5 @@ toy_reward = Plugin(
 toy_data = Plugin(
     name="toy",
     summary="prompts and captioned clips of the toy world: colour x shape x direction",
-    target="crossrl_t2v.toy.world:ToyData",
+    target="crossrl_t2v.toy.world:TOY",
 )

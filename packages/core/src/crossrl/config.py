@@ -157,7 +157,7 @@ class RunConfig(Section):
     steps: PositiveInt = 50
     seed: int = 0
     run_dir: str = "runs/default"
-    resume: str = "never"  # "never", "auto" (last good checkpoint in run_dir, if any) or a checkpoint folder
+    resume: str = "never"  # "never", "auto" (newest checkpoint), "latest_valid" (newest intact one) or a folder
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
 
     @model_validator(mode="before")
@@ -182,7 +182,7 @@ class RunConfig(Section):
                 f"batch.updates={self.batch.updates} must divide batch.samples={self.batch.samples}: "
                 "every optimizer step takes an equal part of every group"
             )
-        if self.resume not in ("never", "auto") and not Path(self.resume).is_dir():
+        if self.resume not in ("never", "auto", "latest_valid") and not Path(self.resume).is_dir():
             raise ValueError(f"resume={self.resume!r} is neither never, auto nor a checkpoint folder")
         return self
 

@@ -88,8 +88,6 @@ class _Job:
         return evaluate(self.config, self.run.workers, self.run.rewards, self.heldout, self.weights)
 
     def _save(self) -> None:
-        folder = self.checkpoints.begin(self.step)
-        self.run.workers.save(folder)
         before = self.before
         state = {
             "step": self.step,
@@ -97,13 +95,14 @@ class _Job:
             "before": [before.mean, before.standard_error, before.by_prompt, before.parts],
             "config": json.loads(self.config.model_dump_json()),
         }
-        self.checkpoints.publish(folder, self.step, state)
+        self.checkpoints.save(self.step, self.run.workers.save, state)
 
     def _resume(self) -> None:
         folder = self.checkpoints.resolve(self.config.resume)
+        self.checkpoints.continue_from(folder)
         if folder is None:
             return
-        state = self.checkpoints.verify(folder)
+        state = self.checkpoints.state(folder)
         self.run.workers.load(folder)
         self.step, self.history, self.before = state["step"], state["history"], Evaluation(*state["before"])
         for number, metrics in enumerate(self.history, start=1):  # verl's file logger starts anew

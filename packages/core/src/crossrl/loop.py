@@ -144,7 +144,8 @@ def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
             parts.setdefault(f"reward/{name}", []).append(value)
     stats: Metrics = {}
     for name in {n for s in scored for n in s.stats}:
-        stats[f"rollout/{name}"] = sum(s.stats.get(name, 0.0) for s in scored)
+        reduce = max if name.endswith("_bytes") else sum
+        stats[f"rollout/{name}"] = reduce(s.stats.get(name, 0.0) for s in scored)
     stats |= {"reward/seconds": sum(s.seconds for s in scored), "reward/dropped": sum(len(s.problems) for s in scored)}
     return {name: float(np.mean(values)) for name, values in parts.items()} | stats
 

@@ -46,6 +46,5 @@ def _open(run: RunConfig) -> tuple[LocalWorkers, str]:
     folder = checkpoints.resolve(run.resume)
     if folder is None:
         return workers, run.model.path
-    checkpoints.verify(folder)
     workers.load(folder)
     return workers, str(folder)

@@ -112,7 +112,7 @@ def train_vae(seed: int, steps: int) -> AutoencoderKLWan:
         optimizer.step()
         if (step + 1) % 50 == 0 or step + 1 == steps:
             reward = reconstruction_reward(vae)
-            log.info("VAE step %d of %d: loss %.4f, reward of reconstructions %.3f", step + 1, steps, loss.item(), reward)
+            log.info("VAE step %d of %d: loss %.4f, reconstruction reward %.3f", step + 1, steps, loss.item(), reward)
     mean, std = _latent_statistics(vae, seed)
     vae.register_to_config(latents_mean=mean, latents_std=std)
     return vae.eval().requires_grad_(False)
@@ -157,7 +157,7 @@ def build(folder: str | Path, seed: int = 0, vae_steps: int = 900, transformer_w
         for weights in (folder / "transformer").glob("*.safetensors"):
             weights.unlink()
     stored = AutoencoderKLWan.from_pretrained(folder / "vae")  # computes in fp32
-    log.info("wrote %s: reward of reconstructions %.4f as stored in fp16", folder, reconstruction_reward(stored))
+    log.info("wrote %s: reconstruction reward %.4f as stored in fp16", folder, reconstruction_reward(stored))
 
 
 def _vae_loss(vae: AutoencoderKLWan, x: torch.Tensor, sharpen: bool) -> torch.Tensor:

@@ -173,3 +173,7 @@ class ToyData:
         return Attributes(
             maybe(truth.colour, tuple(COLOURS)), maybe(truth.shape, SHAPES), maybe(truth.direction, tuple(DIRECTIONS))
         )
+
+
+TOY = ToyData()
+"""The data source behind `toy:train` and `toy:heldout`."""
