@@ -25,9 +25,12 @@ $(VENV)/.installed: constraints.txt $(wildcard packages/*/pyproject.toml)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(EDITABLE) -r requirements-dev.txt
 	touch $@
 
-toy-assets: $(VENV)/.installed  ## train the toy model's VAE and base again
-	$(BIN)/python -m crossrl_t2v.toy.build packages/algo_t2v/src/crossrl_t2v/toy/assets/wan_tiny --seed 0
-	$(BIN)/crossrl sft toy_base run_dir=runs/toy_base
+ASSETS := packages/algo_t2v/src/crossrl_t2v/toy/assets/wan_tiny
+toy-assets: $(VENV)/.installed  ## train the toy model's VAE and base again (about ten minutes)
+	$(BIN)/python -m crossrl_t2v.toy.build runs/toy_init --seed 0
+	$(BIN)/crossrl sft toy_base
+	$(BIN)/crossrl export toy_base resume=auto --slot ema --to runs/toy_exported
+	cp -r runs/toy_init/. $(ASSETS)/ && cp runs/toy_exported/transformer/* $(ASSETS)/transformer/
 
 clean:
 	rm -rf $(VENV) runs outputs

@@ -4,8 +4,9 @@ import pickle
 
 import pytest
 
-from crossrl.config import RunConfig, validated
+from crossrl.config import RunConfig
 from crossrl.errors import ConfigError
+from crossrl.validation import validated
 
 BASE = {
     "algorithm": "dance_grpo",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from crossrl.config import RunConfig, validated
+from crossrl.config import RunConfig
 from crossrl.data import load_prompts
 from crossrl.engine import DiffusionEngine
 from crossrl.errors import ConfigError
 from crossrl.protocols import Algorithm
 from crossrl.registry import describe, select
 from crossrl.rewards import RewardSet
+from crossrl.validation import validated
 
 
 def build_algorithm(config: RunConfig) -> Algorithm:

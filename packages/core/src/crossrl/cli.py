@@ -57,7 +57,7 @@ def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Machine-r
         if row.group != group:
             group = row.group
             typer.secho(group, bold=True)
-        typer.echo(f"  {row.name:<16} {row.state:<10} {row.summary}")
+        typer.echo(f"  {row.name:<16} {row.summary if row.ok else row.state}")
     typer.secho("configs (crossrl run NAME)", bold=True)
     typer.echo("  " + ", ".join(configs))
 

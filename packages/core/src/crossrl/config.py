@@ -6,15 +6,16 @@ arrives from there. Sizes are in samples, pixels, frames; times in seconds.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from crossrl.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
+FilePath = Annotated[str, AfterValidator(lambda p: str(Path(p).absolute()) if "/" in p and Path(p).exists() else p)]
+"""A file, a folder or a known name; made absolute in the driver, since workers may run in another directory."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -36,7 +37,7 @@ class Model(Section):
     """The model to train."""
 
     family: str = "wan"
-    path: str  # a diffusers pipeline folder, or "toy" for the tiny model that ships with crossrl-t2v
+    path: FilePath  # a diffusers pipeline folder, or "toy" for the tiny model that ships with crossrl-t2v
     dtype: Literal["float32", "bfloat16"] = "float32"  # of compute; master weights are fp32
     gradient_checkpointing: bool = False
     lora: Lora | None = None
@@ -65,8 +66,8 @@ class SamplingConfig(Section):
 class Data(Section):
     """Prompts: `toy:train`, or a .txt / .jsonl / .parquet file with a `prompt` column (and optionally `id`)."""
 
-    train: str
-    heldout: str | None = None
+    train: FilePath
+    heldout: FilePath | None = None
     sft: str | None = None  # captioned clips for `crossrl sft`, as `name:split`
     sft_clips: PositiveInt = 2048  # how many of them
     bad_rows: Literal["stop", "skip"] = "stop"
@@ -156,8 +157,8 @@ class RunConfig(Section):
     reward_runtime: RewardRuntime = RewardRuntime()
     steps: PositiveInt = 50
     seed: int = 0
-    run_dir: str = "runs/default"
-    resume: str = "never"  # "never", "auto" (newest checkpoint), "latest_valid" (newest intact one) or a folder
+    run_dir: Annotated[str, AfterValidator(lambda p: str(Path(p).absolute()))] = "runs/default"
+    resume: FilePath = "never"  # "never", "auto" (newest checkpoint), "latest_valid" (newest intact one) or a folder
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
 
     @model_validator(mode="before")
@@ -208,42 +209,3 @@ def _merged(base: Any, over: Any) -> Any:
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     return base | {key: _merged(base.get(key), value) for key, value in over.items()}
-
-
-def _suggest(key: str, model: type[BaseModel] | None) -> str:
-    near = difflib.get_close_matches(key, model.model_fields if model else (), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def _section_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
-    """The pydantic model that holds the last key of `loc`."""
-    model: Any = root
-    for part in loc[:-1]:
-        if isinstance(part, int) or model is None:
-            continue
-        field = model.model_fields.get(part)
-        args = [field.annotation] if field else []
-        while args and not (isinstance(args[0], type) and issubclass(args[0], BaseModel)):
-            head = args.pop(0)
-            args = [*getattr(head, "__args__", ()), *args]
-        model = args[0] if args else None
-    return model
-
-
-def validated(model: type[BaseModel], values: Any, *, source: str, prefix: str = "") -> Any:
-    """`model` built from `values`, or one `ConfigError` that lists every problem with its key and a suggestion."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors():
-            loc = tuple(p for p in problem["loc"] if not str(p).startswith("function-"))
-            key = prefix + ".".join(str(p) for p in loc)
-            if problem["type"] == "extra_forbidden":
-                text = f"unknown key {key!r}" + _suggest(str(loc[-1]), _section_at(model, loc))
-            else:
-                got = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
-                text = f"{key or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
-                text += got if loc and len(got) < 80 else ""
-            lines.append(text)
-        raise ConfigError("; ".join(lines), where=source, fix="see `crossrl check --help`") from None

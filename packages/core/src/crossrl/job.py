@@ -7,6 +7,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Sequence
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,15 @@ from crossrl.types import Metrics, Prompt
 log = logging.getLogger(__name__)
 
 Track = Callable[[Metrics, int], None]
-"""(metrics, step) -> TensorBoard, JSONL, ...; verl's `Tracking.log`."""
+"""(metrics, step) -> TensorBoard, JSONL, ...; verl's `Tracking.log`. Opened under the lock: it truncates."""
 
 
 def train(
-    config: RunConfig, workers: WorkerGroup, rewards: RewardRuntime, algorithm: Algorithm, track: Track
+    config: RunConfig,
+    workers: WorkerGroup,
+    rewards: RewardRuntime,
+    algorithm: Algorithm,
+    open_track: Callable[[], Track],
 ) -> report.Summary:
     """Run from the first or the resumed step to the last; leaves pictures, checkpoints and `summary.json`."""
     run_dir = Path(config.run_dir)
@@ -35,7 +40,7 @@ def train(
         data = PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
         heldout = load_prompts(config.data.heldout or config.data.train, config.data.bad_rows)
         run = Run(config, data, workers, rewards, algorithm)
-        return _Job(run, heldout, Checkpoints(run_dir, config.checkpoint.keep), track).train()
+        return _Job(run, heldout, Checkpoints(run_dir, config.checkpoint.keep), open_track()).train()
 
 
 class _Job:
@@ -48,9 +53,10 @@ class _Job:
         self.step = 0
         self.before: Evaluation | None = None
         self.history: list[Metrics] = []  # one entry an iteration, what the logs got
+        self.earlier_s = 0.0  # spent before this process took over
+        self.start = time.monotonic()
 
     def train(self) -> report.Summary:
-        start = time.monotonic()
         self._resume()
         if self.step == 0:
             (self.run_dir / "config.json").write_text(self.config.model_dump_json(indent=2))
@@ -58,16 +64,21 @@ class _Job:
             self._pictures("before")
             log.info("held-out reward before training: %.3f", self.before.mean)
         while self.step < self.config.steps:
-            self._iterate(start)
+            self._iterate()
             if (self.run_dir / "STOP").exists():
                 self._save()
                 log.info("stopped after step %d as asked; resume=auto goes on", self.step)
                 break
         after = self._evaluate()
         self._pictures("after")
-        return self._finish(after, time.monotonic() - start)
+        return self._finish(after)
 
-    def _iterate(self, start: float) -> None:
+    @property
+    def seconds(self) -> float:
+        """Spent on this run, earlier processes included."""
+        return self.earlier_s + time.monotonic() - self.start
+
+    def _iterate(self) -> None:
         began = time.monotonic()
         iteration = sft_iteration if self.run.algorithm.needs.clips else run_iteration
         metrics = iteration(self.run, self.step)
@@ -76,7 +87,7 @@ class _Job:
         if every and self.step % every == 0 and self.step < self.config.steps:
             metrics["heldout/reward"] = self._evaluate().mean
         metrics["time/step_s"] = time.monotonic() - began
-        metrics["time/elapsed_s"] = time.monotonic() - start
+        metrics["time/elapsed_s"] = self.seconds
         self.history.append(metrics)
         self.track(metrics, self.step)
         log.info(report.progress_line(self.step, self.config.steps, metrics))
@@ -91,6 +102,7 @@ class _Job:
         before = self.before
         state = {
             "step": self.step,
+            "seconds": self.seconds,
             "history": self.history,
             "before": [before.mean, before.standard_error, before.by_prompt, before.parts],
             "config": json.loads(self.config.model_dump_json()),
@@ -104,7 +116,8 @@ class _Job:
             return
         state = self.checkpoints.state(folder)
         self.run.workers.load(folder)
-        self.step, self.history, self.before = state["step"], state["history"], Evaluation(*state["before"])
+        self.step, self.history, self.earlier_s = state["step"], state["history"], state["seconds"]
+        self.before = Evaluation(*state["before"])
         for number, metrics in enumerate(self.history, start=1):  # verl's file logger starts anew
             self.track(metrics, number)
         log.info("resumed %s at step %d", folder, self.step)
@@ -114,26 +127,27 @@ class _Job:
         folder.mkdir(parents=True, exist_ok=True)
         shown = showcase(self.config, self.run.workers, self.heldout, self.weights)
         videos = np.concatenate([m.videos for m in shown])
-        texts = [key.prompt.text for m in shown for key in m.keys]
-        np.savez_compressed(folder / f"{when}.npz", videos=videos, texts=np.array(texts))
+        texts, ids = zip(*[(key.prompt.text, key.prompt.id) for m in shown for key in m.keys], strict=True)
+        np.savez_compressed(folder / f"{when}.npz", videos=videos, texts=np.array(texts), ids=np.array(ids))
         for i, video in enumerate(videos):
             media.write_mp4(folder / f"{when}-{i:02d}.mp4", video, self.config.video.fps)
         media.write_gif(folder / f"{when}.gif", videos, self.config.video.fps, texts)
 
-    def _finish(self, after: Evaluation, seconds: float) -> report.Summary:
+    def _finish(self, after: Evaluation) -> report.Summary:
         kept = {when: np.load(self.run_dir / "videos" / f"{when}.npz") for when in ("before", "after")}
         media.write_comparison(
             self.run_dir / "before_after.png",
             list(kept["after"]["texts"]),
             kept["before"]["videos"],
             kept["after"]["videos"],
+            rewards=[(self.before.by_prompt.get(i, nan), after.by_prompt.get(i, nan)) for i in kept["after"]["ids"]],
         )
         summary = report.summarize(
             self.config,
             self.history,
             before=self.before,
             after=after,
-            seconds=seconds,
+            seconds=self.seconds,
             workers=self.run.workers.dp_size * self.config.parallel.ulysses,
             driver_peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )

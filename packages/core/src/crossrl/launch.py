@@ -12,7 +12,6 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crossrl import env
-from crossrl.config import RunConfig, validated
+from crossrl.config import RunConfig
 from crossrl.console import MARK
 from crossrl.errors import ConfigError
+from crossrl.registry import conf_folders, select
+from crossrl.validation import validated
 
 log = logging.getLogger(__name__)
 
@@ -42,22 +43,10 @@ class Job:
     command: list[str]
 
 
-def conf_folders() -> dict[str, Path]:
-    """Package -> its folder of Hydra configs, for core and every installed plug-in package."""
-    groups = ("crossrl.backends", "crossrl.algorithms")
-    packages = sorted({ep.module.partition(".")[0] for group in groups for ep in entry_points(group=group)})
-    folders = {"crossrl": Path(__file__).parent / "verl" / "conf"}
-    for package in packages:
-        spec = find_spec(package)
-        for folder in (spec.submodule_search_locations if spec else None) or ():
-            if (Path(folder) / "conf").is_dir():
-                folders[package] = Path(folder) / "conf"
-    return folders
-
-
 def known_configs() -> dict[str, Path]:
     """Name -> file of every config that `crossrl run` knows by name."""
-    return {p.stem: p for folder in conf_folders().values() for p in sorted(folder.glob("*.yaml"))}
+    folders = [Path(__file__).parent / "verl" / "conf", *conf_folders().values()]
+    return {p.stem: p for folder in folders for p in sorted(folder.glob("*.yaml"))}
 
 
 def prepare(config: str, overrides: list[str]) -> Job:
@@ -132,8 +121,6 @@ def _compose(arguments: list[str], overrides: list[str], source: str) -> Any:
     except (HydraException, OmegaConfBaseException) as error:
         backend = re.search(r"model_engine/crossrl_(\w+)", str(error))
         if backend:
-            from crossrl.registry import select
-
             select("crossrl.backends", backend.group(1))
         raise ConfigError(str(error).strip().splitlines()[0], where=source) from error
 

@@ -13,6 +13,8 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -91,6 +93,14 @@ def select(group: str, name: str) -> Any:
     except (Exception, SystemExit) as error:  # a plug-in's module may raise anything
         log.debug("%s cannot be loaded", found.plugin.target, exc_info=True)
         raise _refusal(found, f"broken: {found.plugin.target}: {_reason(error)}") from error
+
+
+def conf_folders() -> dict[str, Path]:
+    """Package -> its folder of Hydra configs, for every package that offers a plug-in and has a folder `conf`."""
+    packages = sorted({entry.module.partition(".")[0] for entries in _offers().values() for entry in entries})
+    specs = {package: find_spec(package) for package in packages}
+    found = [(p, Path(f) / "conf") for p, s in specs.items() for f in (s and s.submodule_search_locations) or ()]
+    return {package: folder for package, folder in found if folder.is_dir()}
 
 
 def refresh() -> None:

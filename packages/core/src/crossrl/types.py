@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Plain = str | int | float | bool | None
-"""What metadata may hold. A tensor in metadata is refused by name (see `crossrl.guarding`)."""
+"""What metadata may hold. A tensor in metadata is refused by name (see `crossrl.leaks`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,7 @@
 """Lets any Hydra app, `verl.trainer.main_ppo` first of all, find the configs of CrossRL and of its plug-ins.
 
-Every Hydra app imports this file, so it holds a few stdlib lines and one Hydra name.
+Every Hydra app imports this file, so it holds one class and imports CrossRL only when a config is composed.
 """
-
-from importlib.metadata import entry_points
-from importlib.util import find_spec
-from pathlib import Path
 
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -15,10 +11,7 @@ class CrossRLSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path):
         """Called by Hydra while it composes; never imports a plug-in."""
-        search_path.append("crossrl", "pkg://crossrl.verl.conf")
-        groups = ("crossrl.backends", "crossrl.algorithms")
-        for package in sorted({ep.module.partition(".")[0] for group in groups for ep in entry_points(group=group)}):
-            spec = find_spec(package)
-            folders = spec.submodule_search_locations if spec else None
-            if any((Path(folder) / "conf").is_dir() for folder in folders or ()):
-                search_path.append("crossrl", f"pkg://{package}.conf")
+        from crossrl.registry import conf_folders
+
+        for package in ("crossrl.verl", *conf_folders()):
+            search_path.append("crossrl", f"pkg://{package}.conf")

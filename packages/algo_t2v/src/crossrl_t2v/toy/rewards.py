@@ -65,7 +65,7 @@ class ToyReward:
 
 
 def measure(videos: np.ndarray, asked: Sequence[Attributes]) -> dict[str, np.ndarray]:
-    """Toy reward and its parts by name, each fp64 [n] in [0, 1]; videos uint8 [n, F, H, W, 3], one `Attributes` a video."""
+    """Toy reward and its parts by name, fp64 [n] in [0, 1]; videos uint8 [n, F, H, W, 3], one `Attributes` a video."""
     blobs = _blobs(videos)
     parts = {
         "colour": _colour(blobs, asked),
@@ -80,7 +80,7 @@ def measure(videos: np.ndarray, asked: Sequence[Attributes]) -> dict[str, np.nda
 
 @dataclass(frozen=True, slots=True)
 class _Blobs:
-    """mass [n, F, H, W] in [0, 1] and its moments: area [n, F] px, centre [n, F, 2] px, spread [n, F] px^2; rgb [n, 3]."""
+    """Mass [n, F, H, W] and its moments: area [n, F] px, centre [n, F, 2] px, spread [n, F] px^2; rgb [n, 3]."""
 
     mass: np.ndarray
     area: np.ndarray

@@ -10,8 +10,9 @@ from verl.base_config import BaseConfig
 from verl.workers.config import EngineConfig
 
 from crossrl.build import check_parts
-from crossrl.config import RunConfig, validated
+from crossrl.config import RunConfig
 from crossrl.errors import ConfigError
+from crossrl.validation import validated
 
 STRATEGY_PREFIX = "crossrl_"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from verl.workers.engine import BaseEngine, EngineRegistry
 from crossrl.build import build_engine
 from crossrl.errors import DeviceLeakError
 from crossrl.leaks import device_leaks
+from crossrl.registry import status
 from crossrl.types import Prompt, Rows, SampleKey
 from crossrl.verl.config import STRATEGY_PREFIX, CrossRLEngineConfig
 
@@ -110,7 +110,7 @@ class BridgeEngine(BaseEngine):
 def register_engines() -> None:
     """One registration for each installed backend; nothing of a backend is imported."""
     known = EngineRegistry._engines.get("diffusion", {})
-    for name in {ep.name for ep in entry_points(group="crossrl.backends")}:
+    for name in {offer.name for offer in status("crossrl.backends")}:
         if STRATEGY_PREFIX + name not in known:
             EngineRegistry.register("diffusion", STRATEGY_PREFIX + name, device=["cpu", "cuda", "npu"])(BridgeEngine)
 

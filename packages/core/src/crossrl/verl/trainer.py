@@ -42,10 +42,13 @@ class CrossRLTrainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: NoAgentLoop) -> None:
         """Train from the first or the resumed step to the last."""
+        job.train(self.run, self.workers, self.rewards, build_algorithm(self.run), self._open_tracking)
+
+    def _open_tracking(self) -> job.Track:
         env.direct_tracking(self.run.run_dir)
         trainer = self.config.trainer
         self.logger = Tracking(trainer.project_name, trainer.experiment_name, list(trainer.logger))
-        job.train(self.run, self.workers, self.rewards, build_algorithm(self.run), self.logger.log)
+        return self.logger.log
 
     def get_llm_client(self) -> None:
         """None: rollout happens on the training workers."""
