@@ -57,15 +57,16 @@ def test_clipping_scales_the_gradient_to_the_norm_asked(pipeline):
 
 
 @BOTH
-def test_gradient_checkpointing_changes_nothing(pipeline, dtype):
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_gradient_checkpointing_changes_nothing(pipeline, dtype, lora):
     found = []
     for on in (False, True):
-        engine = tiny.build(pipeline, model={"dtype": dtype, "gradient_checkpointing": on})
+        engine = tiny.build(pipeline, model={"dtype": dtype, "lora": lora, "gradient_checkpointing": on})
         rows, keys = tiny.training_rows()
         engine.accumulate(rows, keys, even(rows))
         found.append(tiny.gradients(engine.module))
         assert engine.module.is_gradient_checkpointing == on
-    assert tiny.same(*found)
+    assert tiny.same(*found) and len(found[0]) == len(engine._slots.parameters)
 
 
 @BOTH

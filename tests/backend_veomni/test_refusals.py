@@ -1,6 +1,7 @@
 """What is refused, and the silent traps of VeOmni that the backend must keep shut."""
 
 import inspect
+import logging
 
 import diffusers
 import pytest
@@ -49,6 +50,11 @@ class TestBuild:
         out = tiny.plain_model(pipeline)(*tiny.inputs(2)[:2], tiny.inputs(2)[2]["encoder_hidden_states"])
         assert out.sample.shape == (2, 8, 3, 4, 4)
         assert torch.equal(engine.module.rope.freqs_cos, tiny.plain_model(pipeline).rope.freqs_cos)
+
+    def test_building_is_quiet(self, pipeline, capfd):
+        tiny.build(pipeline, model={"dtype": "bfloat16"})
+        assert "veomni" not in capfd.readouterr().out
+        assert logging.getLogger("veomni").level <= logging.WARNING
 
     def test_nothing_is_left_on_meta(self, pipeline):
         for dtype in ("float32", "bfloat16"):

@@ -10,6 +10,7 @@ import torch
 
 from tests.backend_veomni import tiny, two_ranks
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 STEPS = {"full": {}, "lora": {"lora": two_ranks.LORA}}
 
@@ -20,7 +21,9 @@ def shared(tmp_path_factory, group):
     folder = tmp_path_factory.mktemp("two_ranks")
     tiny.write_pipeline(folder / "wan")
     tiny.write_pipeline(folder / "wan4", num_attention_heads=4)
-    torch.save(tiny.weights(tiny.build(folder / "wan", model={"lora": two_ranks.LORA}, seed=7)), folder / "lora_start.pt")
+    torch.save(
+        tiny.weights(tiny.build(folder / "wan", model={"lora": two_ranks.LORA}, seed=7)), folder / "lora_start.pt"
+    )
     for name, sections in STEPS.items():
         engine = tiny.build(folder / "wan", needs=two_ranks.NEEDS, model={"ema": 0.9, **sections})
         tiny.train(engine)

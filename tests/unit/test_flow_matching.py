@@ -71,6 +71,7 @@ def test_a_trained_velocity_samples_the_data():
     torch.testing.assert_close(latents, torch.full_like(latents, 2.0), rtol=1e-2, atol=1e-2)
 
 
-def test_it_is_no_rl_method():
+def test_it_trains_on_clips_and_is_no_rl_method():
+    assert FlowMatching.needs.clips
     with pytest.raises(ConfigError, match="not an RL method"):
         make().advantages(np.zeros((1, 2, 1)), np.ones((1, 2), bool))

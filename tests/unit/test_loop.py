@@ -84,9 +84,10 @@ def test_failed_samples_are_invalid_not_zero():
 
 
 def test_update_metrics_add_ranks_and_average_steps():
-    steps = [[RankStats({"ratio": 0.5}, {"dev_max": 0.0}, {"grad_norm": 2.0, "skipped": 0.0})] * 2]
-    steps.append([RankStats({"ratio": 0.6}, {"dev_max": 0.3}, {"grad_norm": 4.0, "skipped": 1.0})] * 2)
+    steps = [[RankStats({"ratio": 0.5}, {"dev_max": 0.0}, {"grad_norm": 2.0, "skipped": 0.0, "forwards": 5.0})] * 2]
+    steps.append([RankStats({"ratio": 0.6}, {"dev_max": 0.3}, {"grad_norm": 4.0, "skipped": 1.0, "forwards": 5.0})] * 2)
     out = update_metrics(steps)
     assert out["update/ratio"] == pytest.approx(1.1)
     assert out["update/dev_max"] == 0.3 and out["update/first_dev_max"] == 0.0
     assert out["update/grad_norm"] == 3.0 and out["update/skipped"] == 1.0
+    assert out["update/forwards"] == 20.0

@@ -31,7 +31,7 @@ class FlowMatching:
         density: Literal["uniform", "logit_normal"] = "logit_normal"  # of sigma; logit_normal: sigmoid of N(0, 1)
         rows_per_sample: Annotated[int, Field(ge=1)] = 1  # noise draws of a video in one optimizer step
 
-    needs = Needs()
+    needs = Needs(clips=True)
 
     def __init__(self, options: Config, reward_weights: Sequence[float] = ()) -> None:
         self.options = options

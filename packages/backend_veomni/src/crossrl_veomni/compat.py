@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,18 @@ def operators(attention: str) -> OpsImplementationConfig:
     return OpsImplementationConfig(
         attn_implementation=attention, **{f"{name}_implementation": "eager" for name in _KERNELS}
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Spare the user VeOmni's line a tensor, and its warning that our attention cannot do Ulysses; not in debug."""
+    logger = logging.getLogger("veomni")
+    kept = logger.level
+    logger.setLevel(logging.ERROR if kept >= logging.INFO else kept)
+    try:
+        yield
+    finally:
+        logger.setLevel(kept)
 
 
 @contextmanager

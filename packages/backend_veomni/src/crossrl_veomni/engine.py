@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,8 @@ from crossrl_veomni.checkpoint import Checkpointer, check_weights, copy_componen
 from crossrl_veomni.models import family_module
 from crossrl_veomni.slots import WeightSlots
 
+log = logging.getLogger(__name__)
+
 
 class VeOmniEngine(DiffusionEngine):
     """One rank's part of a model that VeOmni shards. A process group must exist, also in a single process."""
@@ -36,25 +39,34 @@ class VeOmniEngine(DiffusionEngine):
         """
         model, parallel = self.config.model, self.config.parallel
         self.models = family_module(model.family)
-        self.state = compat.parallel_state(parallel.ulysses, self.device)
         folder = self.family.folder / "transformer"
         if (self.family.folder / "transformer_2").is_dir():
             raise ConfigError(
                 "a pipeline with two transformers (Wan 2.2 A14B) is not supported: only the first would be trained",
                 where=str(self.family.folder),
             )
-        with use_parallel_state(self.state):
-            self.module = self._sharded(self._on_meta(folder), folder)
+        with compat.quiet():
+            self.state = compat.parallel_state(parallel.ulysses, self.device)
+            with use_parallel_state(self.state):
+                self.module = self._sharded(self._on_meta(folder), folder)
         self.module.train()
         settings = self.config.optimizer
-        self.optimizer = build_optimizer(
-            self.module, settings.lr, settings.betas, settings.eps, settings.weight_decay
-        )
+        self.optimizer = build_optimizer(self.module, settings.lr, settings.betas, settings.eps, settings.weight_decay)
         self._slots = WeightSlots(self.module, self.slots, "cpu" if parallel.offload != "none" else self.device)
         trainable_only = model.lora is not None
         self._files = Checkpointer(self.module, self.optimizer, self._slots, self.state, trainable_only)
         if parallel.offload != "none":
             self.move("cpu", optimizer=parallel.offload == "all")
+        log.info(
+            "%s: %d parameters, %d trained, %s, %d-way data parallel x %d-way Ulysses, slots %s",
+            folder,
+            sum(p.numel() for p in self.module.parameters()),
+            sum(p.numel() for p in self._slots.parameters.values()),
+            model.dtype,
+            self.state.dp_size,
+            parallel.ulysses,
+            self.slots,
+        )
 
     def _on_meta(self, folder: Path) -> torch.nn.Module:
         """The network without weights, checked against what the config asks and what the folder holds."""

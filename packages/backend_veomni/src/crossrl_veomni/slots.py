@@ -21,9 +21,7 @@ class WeightSlots:
     def __init__(self, module: torch.nn.Module, names: Iterable[str], device: str) -> None:
         self.module = module
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._copies = {
-            slot: {name: local.to(device, copy=True) for name, local in self._shards()} for slot in names
-        }
+        self._copies = {slot: {name: local.to(device, copy=True) for name, local in self._shards()} for slot in names}
         self._active: str | None = None
 
     def _shards(self) -> list[tuple[str, torch.Tensor]]:

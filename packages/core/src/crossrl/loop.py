@@ -161,6 +161,7 @@ def update_metrics(stats: Sequence[Sequence[RankStats]]) -> Metrics:
         out[f"update/{name}"] = max(rank.maxima[name] for ranks in stats for rank in ranks)
         out[f"update/first_{name}"] = max(rank.maxima[name] for rank in stats[0])
     for name in stats[0][0].scalars:
-        reduce = sum if name.endswith("_s") or name in ("skipped", "forwards") else np.mean
+        reduce = sum if name.endswith("_s") or name == "skipped" else np.mean
         out[f"update/{name}"] = float(reduce([ranks[0].scalars[name] for ranks in stats]))
+    out["update/forwards"] = sum(rank.scalars["forwards"] for ranks in stats for rank in ranks)
     return out

@@ -75,10 +75,7 @@ class Backend(Protocol):
     """A training backend: what a `crossrl.backends` plug-in's target is."""
 
     def engine(self, kind: str) -> type:
-        """The engine class for `kind`: a `DiffusionEngine` for "diffusion", a verl `BaseEngine` for "language".
-
-        Raises `crossrl.errors.ConfigError` if the backend has none.
-        """
+        """A `DiffusionEngine` class for "diffusion", a verl `BaseEngine` for "language"; `ConfigError` if it has none."""
         ...
 
 

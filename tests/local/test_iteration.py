@@ -1,0 +1,169 @@
+"""The promises of one iteration, on the real engine and the real tiny model, in this process."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from crossrl import job as jobs
+from crossrl.errors import CheckpointError, DataError, RewardError
+from crossrl.evaluate import evaluate
+from crossrl.loop import run_iteration
+from crossrl.types import Prompt, Score
+
+
+def weights(run):
+    state = run.workers.engine.module.state_dict()
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in state.items()}
+
+
+def change(run, before):
+    return {n: p - before[n] for n, p in weights(run).items()}
+
+
+@pytest.mark.parametrize("rollout", [1, 8, 64])
+@pytest.mark.parametrize("update", [1, 8, 64])
+def test_the_ratio_before_the_first_update_is_exactly_one(job, rollout, update):
+    run = job(f"batch.rollout_micro={rollout}", f"batch.update_micro={update}", "batch.updates=1")
+    metrics = run_iteration(run, 0)
+    assert metrics["update/first_ratio_deviation_max"] == 0.0
+    assert metrics["update/clip_high"] == metrics["update/clip_low"] == 0.0
+
+
+def test_micro_batches_change_memory_not_results(job):
+    changes, rewards = [], []
+    for micro in (3, 64):
+        run = job(*(f"batch.{name}_micro={micro}" for name in ("rollout", "decode", "reward", "update")))
+        before = weights(run)
+        rewards.append(run_iteration(run, 0)["reward_mean"])
+        changes.append(change(run, before))
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+    moved = max(float(d.abs().max()) for d in changes[0].values())
+    # AdamW's first step is lr * sign(gradient) nearly everywhere, so rounding shows only where the gradient is ~0
+    differs = [float(((changes[0][n] - changes[1][n]).abs() > 0.02 * moved).float().mean()) for n in changes[0]]
+    assert np.mean(differs) < 1e-3
+
+
+def test_forwards_are_counted_exactly(job):
+    run = job()
+    metrics = run_iteration(run, 0)
+    samples, steps, trained = 2 * 8, 8, int(7 * 0.6)
+    assert metrics["rollout/forwards"] == samples * steps
+    assert metrics["update/forwards"] == samples * trained
+
+
+def test_same_seed_same_run_and_another_seed_another(job):
+    def three(*overrides):
+        run = job(*overrides)
+        return [run_iteration(run, step)["reward_mean"] for step in range(2)]
+
+    assert three() == three() != three("seed=1")
+
+
+def test_samples_do_not_depend_on_who_draws_them_together(job):
+    run = job()
+    few = evaluate(run.config, run.workers, run.rewards, [run.data.prompts[3]])
+    many = evaluate(run.config, run.workers, run.rewards, run.data.prompts[:6])
+    name = run.data.prompts[3].id
+    assert many.by_prompt[name] == pytest.approx(few.by_prompt[name], abs=1e-6)
+
+
+class Faulty:
+    """Scores by brightness, and fails as told."""
+
+    name, range = "faulty", (0.0, 1.0)
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def score(self, samples):
+        return [Score(float("nan") if self.fails(s) else float(s.video.mean()) / 255) for s in samples]
+
+
+def test_a_nan_reward_never_reaches_the_weights(job):
+    run = job()
+    run.rewards.rewards.rewards = [Faulty(lambda s: s.index == 1)]
+    metrics = run_iteration(run, 0)
+    assert metrics["reward/dropped"] == 2 and metrics["dropped"] == 2
+    assert all(torch.isfinite(p).all() for p in weights(run).values())
+
+
+def test_too_many_failures_stop_the_run_with_the_reason(job):
+    run = job()
+    run.rewards.rewards.rewards = [Faulty(lambda s: s.index % 2 == 0)]
+    with pytest.raises(RewardError, match=r"50% of the samples of step 0 .* nan is not a score"):
+        run_iteration(run, 0)
+
+
+def test_a_group_without_spread_does_not_move_the_weights(job):
+    run = job("optimizer.weight_decay=0.0")
+    run.rewards.rewards.rewards = [Faulty(lambda s: False)]
+    run.rewards.rewards.rewards[0].score = lambda samples: [Score(0.5) for _ in samples]
+    before = weights(run)
+    assert run_iteration(run, 0)["zero_std"] == 1.0
+    assert all(float(d.abs().max()) == 0.0 for d in change(run, before).values())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(job):
+    run = job()
+    engine, before = run.workers.engine, weights(run)
+    honest = engine.algorithm.loss
+    engine.algorithm.loss = lambda velocity, rows: _poisoned(honest(velocity, rows))
+    metrics = run_iteration(run, 0)
+    assert metrics["update/skipped"] == 2 and engine.updates == 0
+    assert all(torch.equal(p, before[n]) for n, p in weights(run).items())
+
+
+def _poisoned(out):
+    out.loss = out.loss * float("inf")
+    return out
+
+
+def test_a_prompt_that_is_too_long_is_refused_not_cut(job):
+    run = job()
+    with pytest.raises(DataError, match="tokens"):
+        evaluate(run.config, run.workers, run.rewards, [Prompt("long", "a red circle moving up " * 10)])
+
+
+def test_guidance_costs_a_second_forward(job):
+    run = job("sampling.guidance=2.0")
+    metrics = run_iteration(run, 0)
+    assert metrics["rollout/forwards"] == 2 * 2 * 8 * 8
+    assert metrics["update/first_ratio_deviation_max"] < 1e-6
+
+
+def test_a_stopped_job_resumes_bit_for_bit(job, tmp_path):
+    def train(where, steps, resume="never"):
+        run = job(f"run_dir={tmp_path}/{where}", f"steps={steps}", f"resume={resume}", "checkpoint.every=1", "model.ema=0.9")
+        logged = {}
+        jobs.train(run.config, run.workers, run.rewards, run.algorithm, lambda: lambda m, step: logged.update({step: m}))
+        return run, logged
+
+    whole, expected = train("whole", 3)
+    train("parts", 1)
+    resumed, got = train("parts", 3, "auto")
+    assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(resumed).items())
+    for step in (1, 2, 3):
+        timeless = [k for k in expected[step] if not k.endswith(("_s", "seconds", "_bytes"))]
+        assert {k: got[step][k] for k in timeless} == {k: expected[step][k] for k in timeless}
+    with whole.workers.engine.slot("ema"):
+        kept = weights(whole)
+    with resumed.workers.engine.slot("ema"):
+        assert all(torch.equal(p, kept[n]) for n, p in weights(resumed).items())
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(job, tmp_path):
+    run = job("steps=1")
+    jobs.train(run.config, run.workers, run.rewards, run.algorithm, lambda: lambda m, step: None)
+    (victim,) = (tmp_path / "run" / "checkpoints").glob("step-*/engine-00000.json")
+    victim.write_bytes(victim.read_bytes().replace(b"0", b"1", 1))
+    again = job("resume=auto", engine=run.workers.engine)
+    with pytest.raises(CheckpointError, match=r"engine-00000\.json"):
+        jobs.train(again.config, again.workers, again.rewards, again.algorithm, lambda: lambda m, step: None)
+
+
+def test_it_learns(job):
+    """A fifth of the demo: the whole of it is what `make demo` shows."""
+    run = job("batch.prompts=8", "batch.samples=16", "batch.updates=4")
+    rewards = [run_iteration(run, step)["reward_mean"] for step in range(12)]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.08
