@@ -15,7 +15,7 @@ test: $(VENV)/.installed  ## everything that a machine without an accelerator ca
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/.installed  ## framework overhead and scaling, as JSON
-	$(BIN)/python -m tests.bench.iteration $(ARGS)
+	$(BIN)/python -m tests.bench.iteration --scaling $(ARGS)
 
 install: $(VENV)/.installed
 
