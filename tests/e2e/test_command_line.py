@@ -85,7 +85,7 @@ def test_the_plain_verl_line_runs_the_same_job_at_another_world_size(whole, tmp_
     subprocess.run([*command, *overrides], env=env, check=True, capture_output=True, timeout=600)
     one, two = logged(tmp_path)[0]["data"], logged(whole[0])[0]["data"]
     assert one["update/first_ratio_deviation_max"] == 0.0
-    assert one["reward_mean"] == pytest.approx(two["reward_mean"], abs=1e-6)
+    assert one["reward/mean"] == pytest.approx(two["reward/mean"], abs=1e-6)
     assert one["update/grad_norm"] == pytest.approx(two["update/grad_norm"], rel=1e-3)
 
 

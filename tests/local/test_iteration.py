@@ -35,7 +35,7 @@ def test_micro_batches_change_memory_not_results(job):
     for micro in (3, 64):
         run = job(*(f"batch.{name}_micro={micro}" for name in ("rollout", "decode", "reward", "update")))
         before = weights(run)
-        rewards.append(run_iteration(run, 0)["reward_mean"])
+        rewards.append(run_iteration(run, 0)["reward/mean"])
         changes.append(change(run, before))
     assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
     moved = max(float(d.abs().max()) for d in changes[0].values())
@@ -55,7 +55,7 @@ def test_forwards_are_counted_exactly(job):
 def test_same_seed_same_run_and_another_seed_another(job):
     def three(*overrides):
         run = job(*overrides)
-        return [run_iteration(run, step)["reward_mean"] for step in range(2)]
+        return [run_iteration(run, step)["reward/mean"] for step in range(2)]
 
     assert three() == three() != three("seed=1")
 
@@ -84,7 +84,7 @@ def test_a_nan_reward_never_reaches_the_weights(job):
     run = job()
     run.rewards.rewards.rewards = [Faulty(lambda s: s.index == 1)]
     metrics = run_iteration(run, 0)
-    assert metrics["reward/dropped"] == 2 and metrics["dropped"] == 2
+    assert metrics["reward/failed"] == 2 and metrics["reward/dropped"] == 2
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 
@@ -100,7 +100,7 @@ def test_a_group_without_spread_does_not_move_the_weights(job):
     run.rewards.rewards.rewards = [Faulty(lambda s: False)]
     run.rewards.rewards.rewards[0].score = lambda samples: [Score(0.5) for _ in samples]
     before = weights(run)
-    assert run_iteration(run, 0)["zero_std"] == 1.0
+    assert run_iteration(run, 0)["reward/zero_std"] == 1.0
     assert all(float(d.abs().max()) == 0.0 for d in change(run, before).values())
 
 
@@ -165,5 +165,5 @@ def test_a_damaged_checkpoint_is_refused_by_name(job, tmp_path):
 def test_it_learns(job):
     """A fifth of the demo: the whole of it is what `make demo` shows."""
     run = job("batch.prompts=8", "batch.samples=16", "batch.updates=4")
-    rewards = [run_iteration(run, step)["reward_mean"] for step in range(12)]
+    rewards = [run_iteration(run, step)["reward/mean"] for step in range(12)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.08

@@ -26,8 +26,8 @@ def test_is_the_group_normalised_reward_with_unbiased_std():
     np.testing.assert_allclose(out.values, (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-8))
     assert out.keep.all() and out.values.dtype == np.float64
     assert out.metrics == {
-        "reward_mean": pytest.approx(r.mean()),
-        "reward_std": pytest.approx(r.std()),
+        "mean": pytest.approx(r.mean()),
+        "std": pytest.approx(r.std()),
         "within_group_std": pytest.approx(r.std(1, ddof=1).mean()),
         "zero_std": 0.0,
         "kept": 8.0,
@@ -107,7 +107,7 @@ def test_invalid_and_not_finite_samples_are_left_out_and_the_rest_renormalised()
     np.testing.assert_allclose(out.values[1, :2], [-(0.5**0.5), 0.5**0.5])
     assert (out.values[~out.keep] == 0).all()
     assert out.metrics["kept"] == 5 and out.metrics["dropped"] == 7
-    assert out.metrics["reward_mean"] == pytest.approx(np.mean([0.1, 0.3, 0.5, 1.0, 2.0]))
+    assert out.metrics["mean"] == pytest.approx(np.mean([0.1, 0.3, 0.5, 1.0, 2.0]))
 
 
 def test_a_score_marked_invalid_is_not_read():
@@ -144,7 +144,7 @@ def test_several_rewards_are_weighed_before_or_after_normalising():
         advantages(both, weights, aggregate="per_reward").values,
         2.0 * advantages(first).values + 0.1 * advantages(second).values,
     )
-    assert advantages(both, weights).metrics["reward_mean"] == pytest.approx(2 * 2 + 0.1 * 20)
+    assert advantages(both, weights).metrics["mean"] == pytest.approx(2 * 2 + 0.1 * 20)
 
 
 def test_impossible_options_are_refused():

@@ -54,7 +54,7 @@ def test_a_plugin_of_another_distribution_is_listed_and_selected(install):
     import fake_good
 
     assert registry.select(GROUP, "fake_good") is fake_good.thing
-    assert registry.describe(GROUP, "fake_good") is fake_good.plugin
+    assert registry.require(GROUP, "fake_good") is fake_good.plugin
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_a_target_that_fails_to_import_is_refused_with_its_cause(install):
     assert "fake_good:absent" in str(error) and isinstance(error.__cause__, AttributeError)
 
 
-def test_a_missing_requirement_comes_with_the_command_but_can_be_described(install):
+def test_a_missing_requirement_comes_with_the_command_and_is_still_described(install):
     install("fake-bad", "fake_bad", plugin("fake_bad", ", requires=('not-there>=2',)"))
     assert "pip install 'not-there>=2'" in str(refusal("fake_bad"))
-    assert registry.describe(GROUP, "fake_bad").summary == "a fake"
+    assert {f.name: f.summary for f in registry.status(GROUP)}["fake_bad"] == "a fake"
 
 
 def test_two_distributions_with_one_name_are_both_named(install):

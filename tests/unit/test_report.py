@@ -20,14 +20,14 @@ CONFIG = RunConfig(
     seed=5,
 )
 METRICS = {
-    "reward_mean": 0.412,
-    "within_group_std": 0.081,
+    "reward/mean": 0.412,
+    "reward/within_group_std": 0.081,
     "update/ratio": 1.0002,
     "update/clip_high": 0.01,
     "update/clip_low": 0.005,
     "update/first_ratio_deviation_max": 2e-7,
     "update/skipped": 1.0,
-    "reward/dropped": 2,
+    "reward/failed": 2,
     "rollout/denoise_s": 1.0,
     "rollout/peak_rss_bytes": 3e9,
     "time/rollout_and_reward_s": 1.2,
@@ -62,7 +62,7 @@ def test_the_progress_line_shows_what_there_is():
     assert report.progress_line(1, 2, {}) == "step 1/2"
     line = report.progress_line(1, 2, {"update/loss": 0.5, "time/step_s": 4000.0})
     assert line == "step 1/2 | loss 0.5000 | eta 1h06m"
-    assert "reward nan" in report.progress_line(1, 2, {"reward_mean": math.nan})
+    assert "reward nan" in report.progress_line(1, 2, {"reward/mean": math.nan})
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_summary_on_disk_has_every_figure_and_is_strict_json(tmp_path):
 
 
 def test_the_closing_text_shows_the_course_and_the_pictures_that_exist(tmp_path):
-    history = [{**METRICS, "reward_mean": 0.1 * i} for i in range(8)]
+    history = [{**METRICS, "reward/mean": 0.1 * i} for i in range(8)]
     (tmp_path / "reward.png").touch()
     text = report.closing_text(summary([0.1, 0.2], [0.5, 0.6], history), tmp_path)
     assert "0.150 -> 0.550 (+0.400" in text and "[_.-=+*%#]" in text
@@ -139,7 +139,7 @@ def near(pixels, colour):
 
 
 def test_the_curve_shows_both_lines_within_its_axes(tmp_path):
-    history = [{"reward_mean": math.sqrt(i), **({"heldout/reward": 1.0} if i % 10 == 9 else {})} for i in range(50)]
+    history = [{"reward/mean": math.sqrt(i), **({"heldout/reward": 1.0} if i % 10 == 9 else {})} for i in range(50)]
     report.draw_curve(tmp_path / "r.png", history, 0.0, 7.0)
     pixels = colours(tmp_path / "r.png")
     assert near(pixels, report.BLUE) > 200 and near(pixels, report.ORANGE) > 200
@@ -148,5 +148,5 @@ def test_the_curve_shows_both_lines_within_its_axes(tmp_path):
 
 @pytest.mark.parametrize("values", [[math.nan], [3.0] * 4, [-1e6, 1e6], [1e-7, 2e-7], [-0.3]])
 def test_the_curve_survives_odd_values(tmp_path, values):
-    report.draw_curve(tmp_path / "r.png", [{"reward_mean": v} for v in values], values[0], math.nan)
+    report.draw_curve(tmp_path / "r.png", [{"reward/mean": v} for v in values], values[0], math.nan)
     assert colours(tmp_path / "r.png").shape == (400, 720, 3)

@@ -63,8 +63,8 @@ def group_advantages(
     metrics = {"kept": float(keep.sum()), "dropped": float(groups * size - keep.sum())}
     if live.any():
         metrics |= {
-            "reward_mean": float(total[usable].mean()),
-            "reward_std": float(total[usable].std()),
+            "mean": float(total[usable].mean()),
+            "std": float(total[usable].std()),
             "within_group_std": float(spread[live].mean()),
             "zero_std": float(constant[live].mean()),
         }

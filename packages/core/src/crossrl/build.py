@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from crossrl.config import RunConfig
-from crossrl.data import load_prompts
+from crossrl.data import PromptCursor, load_prompts
 from crossrl.engine import DiffusionEngine
 from crossrl.errors import ConfigError
 from crossrl.protocols import Algorithm
-from crossrl.registry import describe, select
+from crossrl.registry import require, select
 from crossrl.rewards import RewardSet
 from crossrl.validation import validated
 
@@ -31,14 +33,17 @@ def build_engine(config: RunConfig, device: str) -> DiffusionEngine:
 
 def check_parts(config: RunConfig) -> None:
     """Raise before any worker starts for what would fail in one: plug-ins, their options, capabilities, data files."""
-    backend = describe("crossrl.backends", config.backend)
+    backend = require("crossrl.backends", config.backend)
     select("crossrl.backends", config.backend)
-    select("crossrl.models", config.model.family)
-    if build_algorithm(config).needs.clips and config.data.sft is None:
+    require("crossrl.models", config.model.family)  # not imported here: it brings diffusers and transformers
+    if "/" in config.model.path and not Path(config.model.path).is_dir():
+        raise ConfigError(f"no such folder: {config.model.path}", where="model.path", fix="give a pipeline folder")
+    if not build_algorithm(config).needs.clips:
+        PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
+    elif config.data.sft is None:
         raise ConfigError(f"{config.algorithm['name']} trains on captioned clips", where="data.sft", fix="set data.sft")
     RewardSet.from_config(config)
-    for source in filter(None, (config.data.train, config.data.heldout)):
-        load_prompts(source, config.data.bad_rows)
+    load_prompts(config.data.heldout or config.data.train, config.data.bad_rows)
     can = backend.capabilities
     if can is None:
         return

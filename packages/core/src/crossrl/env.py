@@ -50,6 +50,16 @@ def device() -> str:
     return "cpu" if accelerator is None or verl_platform() == "cpu" else accelerator.type
 
 
+def checked() -> bool:
+    """`CROSSRL_CHECKED`: whether `crossrl run`, the parent of this process, has checked plug-ins and data already."""
+    return os.environ.get("CROSSRL_CHECKED") == "1"
+
+
+def for_checked_job() -> dict[str, str]:
+    """This environment, with `CROSSRL_CHECKED` set for the job about to start."""
+    return {**os.environ, "CROSSRL_CHECKED": "1"}
+
+
 def ray_address() -> str:
     """`RAY_ADDRESS`: the running Ray cluster to join, or "" to start one here."""
     return os.environ.get("RAY_ADDRESS", "").strip()

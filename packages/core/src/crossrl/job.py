@@ -37,7 +37,8 @@ def train(
     """Run from the first or the resumed step to the last; leaves pictures, checkpoints and `summary.json`."""
     run_dir = Path(config.run_dir)
     with RunLock(run_dir):
-        data = PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
+        train_prompts = [] if algorithm.needs.clips else load_prompts(config.data.train, config.data.bad_rows)
+        data = PromptCursor(train_prompts, config.batch.prompts, config.seed) if train_prompts else None
         heldout = load_prompts(config.data.heldout or config.data.train, config.data.bad_rows)
         run = Run(config, data, workers, rewards, algorithm)
         return _Job(run, heldout, Checkpoints(run_dir, config.checkpoint.keep), open_track()).train()

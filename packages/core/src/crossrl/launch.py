@@ -156,6 +156,7 @@ def start(job: Job, echo) -> int:
             text=True,
             errors="replace",
             start_new_session=True,
+            env=env.for_checked_job(),
             preexec_fn=env.die_with_parent,
         )
         caught = _stop_on_signals(child, run_dir, echo)

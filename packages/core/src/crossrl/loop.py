@@ -28,7 +28,7 @@ class Run:
     """What an iteration works with."""
 
     config: RunConfig
-    data: PromptCursor
+    data: PromptCursor | None  # None for supervised training
     workers: WorkerGroup
     rewards: RewardRuntime
     algorithm: Algorithm
@@ -61,7 +61,8 @@ def run_iteration(run: Run, step: int) -> Metrics:
     stats = [run.workers.update(plan) for plan in update_plans(groups, advantages, config, step, run.workers.dp_size)]
 
     seconds = {"time/rollout_and_reward_s": drawn - start, "time/update_s": time.monotonic() - drawn}
-    return rollout_metrics(scored) | dict(advantages.metrics) | update_metrics(stats) | seconds
+    groups_metrics = {f"reward/{name}": value for name, value in advantages.metrics.items()}
+    return rollout_metrics(scored) | groups_metrics | update_metrics(stats) | seconds
 
 
 def sft_iteration(run: Run, step: int) -> Metrics:
@@ -146,7 +147,7 @@ def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
     for name in {n for s in scored for n in s.stats}:
         reduce = max if name.endswith("_bytes") else sum
         stats[f"rollout/{name}"] = reduce(s.stats.get(name, 0.0) for s in scored)
-    stats |= {"reward/seconds": sum(s.seconds for s in scored), "reward/dropped": sum(len(s.problems) for s in scored)}
+    stats |= {"reward/seconds": sum(s.seconds for s in scored), "reward/failed": sum(len(s.problems) for s in scored)}
     return {name: float(np.mean(values)) for name, values in parts.items()} | stats
 
 

@@ -75,7 +75,7 @@ class Backend(Protocol):
     """A training backend: what a `crossrl.backends` plug-in's target is."""
 
     def engine(self, kind: str) -> type:
-        """A `DiffusionEngine` class for "diffusion", a verl `BaseEngine` for "language"; `ConfigError` if it has none."""
+        """A `DiffusionEngine` class for "diffusion", a verl `BaseEngine` for "language"; `ConfigError` if none."""
         ...
 
 

@@ -74,10 +74,10 @@ def status(group: str | None = None) -> list[PluginStatus]:
     return [found for g in ([group] if group else GROUPS) for found in _examined(g)]
 
 
-def describe(group: str, name: str) -> Plugin:
-    """The descriptor of an installed plug-in, also one that is missing a requirement; `PluginError` as `select`."""
+def require(group: str, name: str) -> Plugin:
+    """The descriptor of a plug-in that can be selected, without importing its target; `PluginError` as `select`."""
     found = _find(group, name)
-    if found.plugin is None:
+    if not found.ok:
         raise _refusal(found) from found.cause
     return found.plugin
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from crossrl.evaluate import Evaluation
 
 LEAST_GAIN = 0.05  # of held-out reward that counts as learning
-REWARD, HELDOUT = "reward_mean", "heldout/reward"
+REWARD, HELDOUT = "reward/mean", "heldout/reward"
 FIRST_RATIO = "update/first_ratio_deviation_max"
 PICTURES = ("reward.png", "before_after.png", "videos/before.gif", "videos/after.gif")
 BLUE, ORANGE = (31, 90, 180), (215, 95, 20)
@@ -63,7 +63,7 @@ def progress_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     metrics = {**metrics, "clip": sum(clipped)} if clipped else metrics
     shown = (
         ("reward", REWARD, "{:.3f}"),
-        ("spread", "within_group_std", "{:.3f}"),
+        ("spread", "reward/within_group_std", "{:.3f}"),
         ("loss", "update/loss", "{:.4f}"),
         ("ratio", "update/ratio", "{:.4f}"),
         ("clip", "clip", "{:.1%}"),
@@ -112,7 +112,7 @@ def summarize(
         seconds_per_stage=_stage_means(history),
         max_abs_ratio_deviation_at_first_update=max(ratios, default=None),
         peak_rss_bytes=max([*memory, extra.get("driver_peak_rss_bytes", 0)]),
-        dropped_samples=int(sum(m.get("reward/dropped", 0) for m in history)),
+        dropped_samples=int(sum(m.get("reward/failed", 0) for m in history)),
         skipped_updates=int(sum(m.get("update/skipped", 0) for m in history)),
         seed=config.seed,
         backend=config.backend,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 from omegaconf import DictConfig, OmegaConf
 from verl.base_config import BaseConfig
 from verl.workers.config import EngineConfig
 
+from crossrl import env
 from crossrl.build import check_parts
 from crossrl.config import RunConfig
 from crossrl.errors import ConfigError
@@ -39,7 +41,8 @@ class CrossRLEngineConfig(EngineConfig):
             )
         run = validated(RunConfig, {**settings, "backend": backend}, source="crossrl", prefix="crossrl.")
         run.check_world_size(self.nodes * self.workers_per_node)
-        check_parts(run)
+        if not (ray.is_initialized() or env.checked()):
+            check_parts(run)
         object.__setattr__(self, "settings", run.model_dump(mode="json"))
 
     @property
