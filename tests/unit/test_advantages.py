@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from crossrl.advantages import AdvantageOptions, group_advantages
-from crossrl.config import validated
 from crossrl.errors import ConfigError
+from crossrl.validation import validated
 
 scores_of = arrays(np.float64, (3, 6, 2), elements=st.floats(-10, 10, width=32))
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from crossrl.config import validated
 from crossrl.errors import ConfigError
 from crossrl.noise import Noise, generator
 from crossrl.types import Prompt, Rows, SampleKey, Sampling
+from crossrl.validation import validated
 from crossrl_t2v import kernel
 from crossrl_t2v.dance_grpo import DanceGRPO
 
