@@ -72,9 +72,7 @@ def test_a_killed_run_resumes_bit_for_bit(whole, tmp_path):
     command = ["crossrl", "export", "demo", *SMALL, "resume=auto"]
     for run_dir in (whole[0], tmp_path):
         subprocess.run([*command, f"run_dir={run_dir}", "--to", str(run_dir / "out")], check=True, capture_output=True)
-    left, right = (
-        load_file(d / "out/transformer/diffusion_pytorch_model.safetensors") for d in (whole[0], tmp_path)
-    )
+    left, right = (load_file(d / "out/transformer/diffusion_pytorch_model.safetensors") for d in (whole[0], tmp_path))
     assert left.keys() == right.keys() and all(np.array_equal(left[k], right[k]) for k in left)
 
 
@@ -95,7 +93,8 @@ def test_sigterm_saves_and_says_so(tmp_path):
     process.send_signal(signal.SIGTERM)
     out = finish(process, code=128 + signal.SIGTERM)
     assert "stopping after this step" in out and "resume=auto goes on" in out
-    assert (tmp_path / "summary.json").exists()
+    last = len(logged(tmp_path))
+    assert (tmp_path / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(

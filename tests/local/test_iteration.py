@@ -134,9 +134,11 @@ def test_guidance_costs_a_second_forward(job):
 
 def test_a_stopped_job_resumes_bit_for_bit(job, tmp_path):
     def train(where, steps, resume="never"):
-        run = job(f"run_dir={tmp_path}/{where}", f"steps={steps}", f"resume={resume}", "checkpoint.every=1", "model.ema=0.9")
+        saved = (f"run_dir={tmp_path}/{where}", f"resume={resume}", "checkpoint.every=1")
+        run = job(*saved, f"steps={steps}", "model.ema=0.9")
         logged = {}
-        jobs.train(run.config, run.workers, run.rewards, run.algorithm, lambda: lambda m, step: logged.update({step: m}))
+        track = lambda metrics, step: logged.update({step: metrics})  # noqa: E731
+        jobs.train(run.config, run.workers, run.rewards, run.algorithm, lambda: track)
         return run, logged
 
     whole, expected = train("whole", 3)

@@ -33,8 +33,11 @@ def train(
     rewards: RewardRuntime,
     algorithm: Algorithm,
     open_track: Callable[[], Track],
-) -> report.Summary:
-    """Run from the first or the resumed step to the last; leaves pictures, checkpoints and `summary.json`."""
+) -> report.Summary | None:
+    """Run from the first or the resumed step to the last; leaves pictures, checkpoints and `summary.json`.
+
+    A file `STOP` in the run folder ends it after the current step with a checkpoint and no summary (None).
+    """
     run_dir = Path(config.run_dir)
     with RunLock(run_dir):
         train_prompts = [] if algorithm.needs.clips else load_prompts(config.data.train, config.data.bad_rows)
@@ -57,7 +60,7 @@ class _Job:
         self.earlier_s = 0.0  # spent before this process took over
         self.start = time.monotonic()
 
-    def train(self) -> report.Summary:
+    def train(self) -> report.Summary | None:
         self._resume()
         if self.step == 0:
             (self.run_dir / "config.json").write_text(self.config.model_dump_json(indent=2))
@@ -68,8 +71,8 @@ class _Job:
             self._iterate()
             if (self.run_dir / "STOP").exists():
                 self._save()
-                log.info("stopped after step %d as asked; resume=auto goes on", self.step)
-                break
+                log.info("stopped after step %d as asked, and saved; resume=auto goes on from there", self.step)
+                return None
         after = self._evaluate()
         self._pictures("after")
         return self._finish(after)
