@@ -69,7 +69,7 @@ class HeldSamples:
     def __init__(self) -> None:
         self._step: int | None = None
         self._sigmas = torch.empty(0)
-        self._rows: dict[SampleKey, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+        self._rows: dict[SampleKey, tuple[SampleKey, torch.Tensor, dict[str, torch.Tensor]]] = {}
 
     def add(self, trajectory: Trajectory, step: int) -> None:
         """Keep its samples until the first ones of another step arrive."""
@@ -77,7 +77,7 @@ class HeldSamples:
             self._rows, self._step = {}, step
         self._sigmas = trajectory.sigmas
         for i, key in enumerate(trajectory.keys):
-            self._rows[key] = (trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
+            self._rows[key] = (key, trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
 
     def share(self, plan: UpdatePlan) -> tuple[Trajectory, torch.Tensor, torch.Tensor]:
         """This rank's samples of `plan`: (trajectory, advantages [n], real [n]: 1, or 0 for padding)."""
@@ -92,9 +92,9 @@ class HeldSamples:
         mine += [(next(iter(self._rows)), 0.0)] * padding
         rows = [self._rows[k] for k, _ in mine]
         trajectory = Trajectory(
-            keys=tuple(k for k, _ in mine),
+            keys=tuple(key for key, _, _ in rows),  # not the plan's: only the held ones know a clip's caption
             sigmas=self._sigmas,
-            latents=torch.stack([latents for latents, _ in rows]),
-            data={name: torch.stack([data[name] for _, data in rows]) for name in rows[0][1]},
+            latents=torch.stack([latents for _, latents, _ in rows]),
+            data={name: torch.stack([data[name] for _, _, data in rows]) for name in rows[0][2]},
         )
         return trajectory, torch.tensor([a for _, a in mine], dtype=torch.float32), real
