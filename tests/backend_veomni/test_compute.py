@@ -82,6 +82,13 @@ def test_micro_batches_accumulate_to_the_whole_batch(pipeline, dtype):
     assert tiny.worst(*found) < (1e-5 if dtype == "float32" else 5e-2)
 
 
+def test_gradients_are_reduced_at_the_last_micro_batch_only(pipeline):
+    engine = tiny.build(pipeline, model={"dtype": "bfloat16"})
+    for last in (False, True):
+        engine.backward(engine.predict(*tiny.inputs(2)).square().mean(), last=last)
+        assert all((p.grad is not None) == last for p in engine._slots.parameters.values())
+
+
 def test_bf16_shards_every_block_and_keeps_fp32_masters(pipeline):
     engine = tiny.build(pipeline, model={"dtype": "bfloat16"})
     assert sum(isinstance(m, FSDPModule) for m in engine.module.modules()) == 4  # three blocks and the root

@@ -73,6 +73,20 @@ def every_block_is_sharded_not_only_the_root(rank, shared):
 
 
 @check
+def an_output_may_be_changed_in_place(rank, shared):
+    """FSDP drops its backward hook when the output is a view that is changed in place."""
+    engine = tiny.build(shared / "wan")
+    found = []
+    for change in (lambda out: out + 1.0, lambda out: out.add_(1.0)):
+        out = engine.predict(*tiny.inputs(2))
+        assert out._base is None
+        engine.backward(change(out).square().mean(), last=True)
+        found.append(tiny.gradients(engine.module))
+        engine.optimizer.zero_grad()
+    assert tiny.same(*found)
+
+
+@check
 def micro_batches_and_checkpointing_change_nothing(rank, shared):
     found = []
     for micro, on, reshard in ((4, False, True), (1, True, True), (2, False, False)):

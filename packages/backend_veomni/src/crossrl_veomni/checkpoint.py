@@ -15,7 +15,6 @@ from veomni.checkpoint.dcp_checkpointer import ModelState, OptimizerState
 from veomni.distributed.parallel_state import ParallelState
 
 from crossrl.errors import CheckpointError
-from crossrl_veomni.compat import reshard
 from crossrl_veomni.slots import WeightSlots
 
 
@@ -54,7 +53,6 @@ class Checkpointer:
         self.trainable_only = trainable_only
 
     def _contents(self, with_optimizer: bool) -> dict[str, object]:
-        reshard(self.module)
         contents = {"model": ModelState(self.module, self.trainable_only, self.state)}
         contents |= {f"slot_{name}": tensors for name, tensors in self.slots.state().items()}
         if with_optimizer:
@@ -88,7 +86,6 @@ class Checkpointer:
 
 def gather(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All weights in full on rank 0's host; an empty dict on the others, which must call it too."""
-    reshard(module)
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
