@@ -146,7 +146,7 @@ class ModelFamily(Protocol):
     folder: Path  # the resolved diffusers folder; a backend loads the trained network from it
 
     def encode_text(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Condition tensors [n, ...] on CPU, one row a text; raises `DataError` for a prompt that is too long."""
+        """Tensors [n, ...] on CPU, named as the network's arguments; `DataError` for a prompt that is too long."""
         ...
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
