@@ -31,8 +31,8 @@ class Settings:
     prompts: int = 8
     samples: int = 16
     steps: int = 8
-    eta: float = 0.7
-    fraction: float = 0.6
+    eta: float = 1.0
+    fraction: float = 1.0
     clip: float = 3e-3
     updates: int = 4
     lr: float = 3e-4

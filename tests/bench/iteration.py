@@ -32,7 +32,7 @@ from crossrl.loop import Run, run_iteration
 from crossrl.rewards import InlineRewards, RewardSet
 from tests.bench.bare_loop import Bare, Settings
 
-FORWARDS = 8 * 16 * 8 + 8 * 16 * 4  # samples x steps, samples x trained steps
+FORWARDS = 8 * 16 * 8 + 8 * 16 * 7  # samples x steps, samples x trained steps
 
 
 class Ours:
@@ -81,7 +81,8 @@ def step_seconds(workers, steps):
     """Median seconds an iteration of a whole job, without its first two."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"workers={workers}", "parallel.cpu_threads=1", f"steps={steps}", f"run_dir={folder}"]
-        command = ["crossrl", "run", "demo", *overrides, "eval.every=0", "eval.samples=1", "checkpoint.every=0"]
+        overrides += ["eval.every=0", "eval.samples=1", "checkpoint.every=0"]
+        command = [str(Path(sys.executable).with_name("crossrl")), "run", "demo", *overrides]
         subprocess.run(command, check=True, capture_output=True)
         rows = [json.loads(line)["data"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     busy = [r["time/rollout_and_reward_s"] + r["time/update_s"] for r in rows[2:]]

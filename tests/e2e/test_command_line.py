@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+CROSSRL = str(Path(sys.executable).with_name("crossrl"))
 SMALL = ["batch.prompts=4", "batch.samples=8", "batch.updates=2", "eval.samples=1", "checkpoint.every=1", "steps=4"]
 
 
 def start(run_dir, *overrides):
-    command = ["crossrl", "run", "demo", f"run_dir={run_dir}", *SMALL, *overrides]
+    command = [CROSSRL, "run", "demo", f"run_dir={run_dir}", *SMALL, *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -69,7 +71,7 @@ def test_a_killed_run_resumes_bit_for_bit(whole, tmp_path):
     finish(start(tmp_path, "workers=2", "resume=auto"))
     for expected, got in zip(logged(whole[0]), logged(tmp_path), strict=True):
         assert timeless(got["data"]) == timeless(expected["data"])
-    command = ["crossrl", "export", "demo", *SMALL, "resume=auto"]
+    command = [CROSSRL, "export", "demo", *SMALL, "resume=auto"]
     for run_dir in (whole[0], tmp_path):
         subprocess.run([*command, f"run_dir={run_dir}", "--to", str(run_dir / "out")], check=True, capture_output=True)
     left, right = (load_file(d / "out/transformer/diffusion_pytorch_model.safetensors") for d in (whole[0], tmp_path))
@@ -113,7 +115,7 @@ def test_sigterm_saves_and_says_so(tmp_path):
     ],
 )
 def test_bad_input_is_one_clear_error_before_any_worker_starts(overrides, words, tmp_path):
-    command = ["crossrl", "run", "demo", f"run_dir={tmp_path}/run", *overrides]
+    command = [CROSSRL, "run", "demo", f"run_dir={tmp_path}/run", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert all(word in done.stderr for word in words), done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CROSSRL = str(Path(sys.executable).with_name("crossrl"))
 EXAMPLE = Path(__file__).parent / "reward_weighted"
 
 
@@ -27,13 +28,13 @@ def installed(tmp_path_factory):
 
 
 def test_it_is_listed(installed):
-    out = subprocess.run(["crossrl", "list", "--json"], env=installed, check=True, capture_output=True, text=True)
+    out = subprocess.run([CROSSRL, "list", "--json"], env=installed, check=True, capture_output=True, text=True)
     (row,) = [p for p in json.loads(out.stdout)["plugins"] if p["name"] == "reward_weighted"]
     assert row["state"] == "ok" and row["distribution"] == "reward-weighted"
 
 
 def test_it_runs_by_name(installed, tmp_path):
-    command = ["crossrl", "run", "demo", "algorithm=reward_weighted", f"run_dir={tmp_path}", "steps=2"]
+    command = [CROSSRL, "run", "demo", "algorithm=reward_weighted", f"run_dir={tmp_path}", "steps=2"]
     small = ["batch.prompts=2", "batch.samples=4", "eval.samples=1", "eval.every=0"]
     done = subprocess.run([*command, *small], env=installed, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,7 +43,7 @@ def test_it_runs_by_name(installed, tmp_path):
 
 
 def test_its_options_are_checked(installed, tmp_path):
-    command = ["crossrl", "check", "demo", "algorithm=reward_weighted", "algorithm.rows_per_sampel=3"]
+    command = [CROSSRL, "check", "demo", "algorithm=reward_weighted", "algorithm.rows_per_sampel=3"]
     done = subprocess.run(command, env=installed, capture_output=True, text=True)
     assert done.returncode == 2
     assert "algorithm.rows_per_sampel" in done.stderr and "'rows_per_sample'" in done.stderr
