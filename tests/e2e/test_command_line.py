@@ -127,3 +127,12 @@ def test_the_plain_verl_line_refuses_bad_config_in_the_driver(tmp_path):
     done = subprocess.run(command, env={**os.environ, "VERL_PLATFORM": "cpu"}, capture_output=True, text=True)
     assert done.returncode != 0 and "batch.prompst" in done.stderr and "'prompts'" in done.stderr
     assert "Started a local Ray instance" not in done.stdout + done.stderr
+
+
+def test_sft_trains_on_clips_through_the_same_workers(tmp_path):
+    overrides = ["model.path=toy", "steps=2", "batch.prompts=4", "data.sft_clips=8", "eval.samples=1", "eval.every=0"]
+    command = [CROSSRL, "sft", "toy_base", f"run_dir={tmp_path}", *overrides]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["algorithm"] == "flow_matching" and summary["steps"] == 2
+    assert all(np.isfinite(row["data"]["update/loss"]) for row in logged(tmp_path))
