@@ -41,7 +41,7 @@ class Ours:
     def __init__(self):
         with tempfile.NamedTemporaryFile() as store:
             torch.distributed.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        config = prepare("demo", ["optimizer.weight_decay=1e-4"]).run
+        config = prepare("demo", []).run
         engine = build_engine(config, "cpu")
         data = PromptCursor(load_prompts(config.data.train), config.batch.prompts, config.seed)
         rewards = InlineRewards(RewardSet.from_config(config))
