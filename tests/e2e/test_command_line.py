@@ -111,6 +111,8 @@ def test_sigterm_saves_and_says_so(tmp_path):
         (["data.train=missing.parquet"], ["missing.parquet", "no such file"]),
         (["workers=3"], ["batch.prompts=8", "3"]),
         (["model.path=./nowhere"], ["nowhere"]),
+        (["algorithm.timestep_fraction=0.01"], ["timestep_fraction=0.01"]),
+        (["algorithm.best_of_n=32"], ["best_of_n=32", "16 samples"]),
     ],
 )
 def test_bad_input_is_one_clear_error_before_any_worker_starts(overrides, words, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from crossrl.config import Batch, SamplingConfig
 from crossrl.errors import ConfigError
 from crossrl.noise import Noise, generator
 from crossrl.types import Prompt, Rows, SampleKey, Sampling
@@ -227,13 +228,17 @@ def test_a_ratio_without_noise_is_refused(eta):
         validated(DanceGRPO.Config, {"name": "dance_grpo", "eta": eta}, source="test")
 
 
-def test_impossible_rollouts_are_refused_before_the_network_is_asked():
-    for sampling, message in (
-        (Sampling(2), "leaves none to train"),
-        (Sampling(8, stochastic=False), "deterministic sampler"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            make().sample(None, Noise(0, 1, KEYS, SHAPE), KEYS, sampling, True)
+def test_impossible_configs_are_refused_before_anything_runs():
+    with pytest.raises(ConfigError, match="leaves none to train"):
+        make().check(SamplingConfig(steps=2), Batch())
+    with pytest.raises(ConfigError, match="best_of_n=8 of groups of 4"):
+        make(best_of_n=8).check(SamplingConfig(), Batch(samples=4))
+    make(best_of_n=4).check(SamplingConfig(), Batch(samples=4))
+
+
+def test_a_deterministic_rollout_is_refused_before_the_network_is_asked():
+    with pytest.raises(ConfigError, match="deterministic sampler"):
+        make().sample(None, Noise(0, 1, KEYS, SHAPE), KEYS, Sampling(8, stochastic=False), True)
 
 
 def test_unknown_options_are_refused_with_a_suggestion():

@@ -20,6 +20,7 @@ import torch
 from pydantic import Field, field_validator
 
 from crossrl.advantages import AdvantageOptions, group_advantages
+from crossrl.config import Batch, SamplingConfig
 from crossrl.errors import ConfigError
 from crossrl.protocols import Needs, NoiseFn, Predict
 from crossrl.types import Advantages, LossOutput, Rows, SampleKey, Sampling, Trajectory
@@ -52,17 +53,20 @@ class DanceGRPO:
         self.options, self.reward_weights = options, tuple(reward_weights)
         self.rule = kernel.NoiseRule("dance", options.eta)
 
+    def check(self, sampling: SamplingConfig, batch: Batch) -> None:
+        """Raise `ConfigError` if no step would train or best-of-n wants more samples than a group has."""
+        trained_steps(sampling.steps, self.options.timestep_fraction)
+        self.options.check_group(batch.samples)
+
     def sample(
         self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool
     ) -> tuple[torch.Tensor, Trajectory | None]:
         """Draw the samples; the trajectory keeps the states x_0 ... x_{T-1} and the log-probabilities [n, T - 1].
 
-        Raises `ConfigError` if a trajectory is asked of the deterministic sampler or no step would train.
+        Raises `ConfigError` if a trajectory is asked of the deterministic sampler.
         """
-        if keep:
-            trained_steps(sampling.steps, self.options.timestep_fraction)
-            if not sampling.stochastic:
-                raise ConfigError("DanceGRPO cannot train on samples of the deterministic sampler")
+        if keep and not sampling.stochastic:
+            raise ConfigError("DanceGRPO cannot train on samples of the deterministic sampler")
         path = denoise(predict, noise, sampling, self.rule, same_noise=self.options.same_noise, keep=keep)
         if not keep:
             return path.x0, None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from crossrl.config import Section
+from crossrl.config import Batch, SamplingConfig, Section
 from crossrl.errors import ConfigError
 from crossrl.noise import generator
 from crossrl.protocols import Needs, NoiseFn, Predict
@@ -35,6 +35,9 @@ class FlowMatching:
 
     def __init__(self, options: Config, reward_weights: Sequence[float] = ()) -> None:
         self.options = options
+
+    def check(self, sampling: SamplingConfig, batch: Batch) -> None:
+        """Nothing to refuse."""
 
     def sample(
         self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool

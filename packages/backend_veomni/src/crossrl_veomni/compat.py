@@ -25,27 +25,26 @@ _KERNELS = ("rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "
 _state_of: torch.distributed.ProcessGroup | None = None
 
 
-def parallel_state(ulysses: int, device: str) -> veomni_state.ParallelState:
-    """VeOmni's mesh over all ranks of the process group that exists: data parallel x `ulysses`.
-
-    Raises `WorkerError` without a process group, `ConfigError` if the world or the device does not fit.
-    """
-    global _state_of
+def world_size() -> int:
+    """Ranks of the process group that must exist; raises `WorkerError` without one."""
     if not torch.distributed.is_initialized():
         raise WorkerError(
             "no process group: VeOmni shards over torch.distributed, also in a single process",
             where="crossrl_veomni",
             fix="call torch.distributed.init_process_group first (gloo on CPU, with world_size=1 in one process)",
         )
-    kind, world = torch.device(device).type, torch.distributed.get_world_size()
+    return torch.distributed.get_world_size()
+
+
+def parallel_state(ulysses: int, device: str) -> veomni_state.ParallelState:
+    """VeOmni's mesh over all ranks of the process group that exists: data parallel x `ulysses`.
+
+    Raises `ConfigError` if VeOmni uses another device.
+    """
+    global _state_of
+    kind, world = torch.device(device).type, world_size()
     if kind != get_device_type():
         raise ConfigError(f"VeOmni uses {get_device_type()!r} on this machine, the engine was given {device!r}")
-    if world % ulysses:
-        raise ConfigError(
-            f"{world} workers cannot be split by parallel.ulysses={ulysses}",
-            where="parallel.ulysses",
-            fix="choose a divisor of the number of workers",
-        )
     if _state_of is not torch.distributed.group.WORLD:
         # VeOmni caches meshes by shape and would hand out the groups of a destroyed world
         veomni_state.clear_parallel_state()

@@ -46,6 +46,7 @@ class VeOmniEngine(DiffusionEngine):
                 where=str(self.family.folder),
             )
         with compat.quiet():
+            self.config.check_world_size(compat.world_size())
             self.state = compat.parallel_state(parallel.ulysses, self.device)
             with use_parallel_state(self.state):
                 self.module = self._sharded(self._on_meta(folder), folder)

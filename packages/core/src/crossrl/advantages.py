@@ -27,6 +27,13 @@ class AdvantageOptions(Section):
     best_of_n: Annotated[int, Field(ge=2, multiple_of=2)] | None = None  # train only the n/2 best and n/2 worst
     drop_zero_std: bool = False  # leave groups without any spread out of training
 
+    def check_group(self, size: int) -> None:
+        """Raise `ConfigError` if `best_of_n` is more than the group size."""
+        if self.best_of_n is not None and self.best_of_n > size:
+            raise ConfigError(
+                f"best_of_n={self.best_of_n} of groups of {size} samples", where="algorithm.best_of_n", fix="lower it"
+            )
+
 
 def group_advantages(
     scores: np.ndarray, valid: np.ndarray, weights: Sequence[float], options: AdvantageOptions
@@ -41,10 +48,7 @@ def group_advantages(
     Raises `ConfigError` if `best_of_n` is more than the group size.
     """
     groups, size, _ = scores.shape
-    if options.best_of_n is not None and options.best_of_n > size:
-        raise ConfigError(
-            f"best_of_n={options.best_of_n} of groups of {size} samples", where="algorithm.best_of_n", fix="lower it"
-        )
+    options.check_group(size)
     scores, weights = np.asarray(scores, np.float64), np.asarray(weights, np.float64)
     usable = valid & np.isfinite(scores).all(-1)
     usable &= usable.sum(1, keepdims=True) >= 2

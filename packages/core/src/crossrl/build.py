@@ -38,7 +38,9 @@ def check_parts(config: RunConfig) -> None:
     require("crossrl.models", config.model.family)  # not imported here: it brings diffusers and transformers
     if "/" in config.model.path and not Path(config.model.path).is_dir():
         raise ConfigError(f"no such folder: {config.model.path}", where="model.path", fix="give a pipeline folder")
-    if not build_algorithm(config).needs.clips:
+    algorithm = build_algorithm(config)
+    algorithm.check(config.sampling, config.batch)
+    if not algorithm.needs.clips:
         PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
     elif config.data.sft is None:
         raise ConfigError(f"{config.algorithm['name']} trains on captioned clips", where="data.sft", fix="set data.sft")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -47,8 +48,11 @@ def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Machine-r
     configs = sorted(known_configs())
     if as_json:
         plugins = [
-            {"group": r.group, "name": r.name, "state": r.state, "summary": r.summary, "distribution": r.distribution}
-            for r in rows
+            {
+                **{key: getattr(row, key) for key in ("group", "name", "state", "summary", "distribution", "version")},
+                "capabilities": asdict(row.plugin.capabilities) if row.plugin and row.plugin.capabilities else None,
+            }
+            for row in rows
         ]
         typer.echo(json.dumps({"plugins": plugins, "configs": configs}, indent=2))
         return

@@ -136,6 +136,7 @@ class _Job:
         for i, video in enumerate(videos):
             media.write_mp4(folder / f"{when}-{i:02d}.mp4", video, self.config.video.fps)
         media.write_gif(folder / f"{when}.gif", videos, self.config.video.fps, texts)
+        media.write_sheet(folder / f"{when}.png", videos, texts)
 
     def _finish(self, after: Evaluation) -> report.Summary:
         kept = {when: np.load(self.run_dir / "videos" / f"{when}.npz") for when in ("before", "after")}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
@@ -16,11 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from crossrl.errors import DataError
-
 TILE = 128  # pixels: videos with a smaller long side are enlarged to about this
-MAX_PIXELS = 4096 * 4096  # of one frame that is read
-MAX_BYTES = 4 << 30  # of one decoded video
 FONTS = ("NotoSansCJK-Regular.ttc", "wqy-zenhei.ttc", "DejaVuSans.ttf")  # the first that the system has
 GAP, LINE = 8, 16
 INK, PAPER, FAINT = (20, 20, 20), (255, 255, 255), (140, 140, 140)
@@ -66,66 +61,6 @@ def write_mp4(path: str | Path, video: np.ndarray, fps: float, tile: int = TILE)
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
         container.mux(stream.encode(None))
-
-
-def read_video(path: str | Path, expect_frames: int | None = None) -> np.ndarray:
-    """All frames, uint8 [F, H, W, 3]; `DataError` unless every frame that the file announces (or you expect) is there.
-
-    A file without an index that was cut exactly between two fragments announces nothing: give `expect_frames`.
-    """
-    import av
-
-    frames, expected = [], expect_frames
-    try:
-        with av.open(str(path)) as container:
-            stream = next((s for s in container.streams.video if s.codec_context is not None), None)
-            if stream is None:
-                raise DataError("there is no video in it that can be decoded", where=str(path))
-            expected = expect_frames or _announced(container, stream)
-            if "mp4" in container.format.name and _ends_in_a_box(path):
-                raise DataError(f"the file is cut off; expected {expected or 'more'} frames", where=str(path))
-            _refuse_huge(path, stream.width, stream.height, expected or 1)
-            for packet in container.demux(stream):
-                decoded = packet.decode()
-                if packet.is_corrupt or any(frame.is_corrupt for frame in decoded):
-                    raise DataError(f"damaged after frame {len(frames)} of {expected or '?'}", where=str(path))
-                frames += [frame.to_ndarray(format="rgb24") for frame in decoded]
-                _refuse_huge(path, stream.width, stream.height, len(frames))
-    except (av.FFmpegError, OSError) as error:
-        got = f"after {len(frames)} frames, expected {expected}: " if expected else ""
-        raise DataError(f"cannot be read as a video: {got}{error}", where=str(path)) from error
-    if not frames or len(frames) < (expected or 0) or (expect_frames and len(frames) > expect_frames):
-        raise DataError(f"{len(frames)} frames, expected {expected or 'at least 1'}", where=str(path))
-    if len({frame.shape for frame in frames}) > 1:
-        raise DataError("the frame size changes", where=str(path))
-    return np.stack(frames)
-
-
-def _announced(container, stream) -> int:
-    """Frames that the headers promise, 0 if they do not say."""
-    if stream.frames or not (container.duration and stream.average_rate and len(container.streams) == 1):
-        return stream.frames
-    return math.floor(container.duration / 1e6 * stream.average_rate + 0.01)
-
-
-def _ends_in_a_box(path: str | Path) -> bool:
-    """Whether an mp4 / mov file stops within a top-level box, or between a fragment's index and its data."""
-    size, at, kind = Path(path).stat().st_size, 0, b""
-    with open(path, "rb") as file:
-        while at + 8 <= size:
-            file.seek(at)
-            length, kind = struct.unpack(">I4s", file.read(8))
-            if length == 1:
-                length = int.from_bytes(file.read(8), "big")
-            if 0 < length < 8:
-                return True
-            at += length or size - at  # 0: the box goes on to the end
-    return at != size or kind == b"moof"
-
-
-def _refuse_huge(path: str | Path, width: int, height: int, frames: int) -> None:
-    if width * height > MAX_PIXELS or width * height * 3 * frames > MAX_BYTES:
-        raise DataError(f"{frames} frames of {width}x{height} pixels are too large to read", where=str(path))
 
 
 def sample_frames(video: np.ndarray, count: int) -> np.ndarray:

@@ -36,6 +36,7 @@ from crossrl.types import (
 if TYPE_CHECKING:
     import torch
 
+    from crossrl.config import Batch, SamplingConfig
     from crossrl.rewards import Scored
 
 API_VERSION = 1
@@ -111,6 +112,10 @@ class Algorithm(Protocol):
 
     Config: type
     needs: Needs
+
+    def check(self, sampling: SamplingConfig, batch: Batch) -> None:
+        """Raise `ConfigError`, before any worker starts, for options that cannot go with these."""
+        ...
 
     def sample(
         self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool
@@ -217,10 +222,6 @@ class WorkerGroup(Protocol):
 
     def load(self, folder: Path) -> None:
         """All ranks read from `folder`."""
-        ...
-
-    def export(self, folder: Path, slot: str) -> None:
-        """Write the full weights of a slot for diffusers."""
         ...
 
 

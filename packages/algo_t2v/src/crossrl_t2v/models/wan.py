@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 from crossrl.errors import ConfigError, DataError
+from crossrl_t2v.toy import MODEL_FOLDER
 
-TOY = Path(__file__).parents[1] / "toy" / "assets" / "wan_tiny"
 MAX_TEXT_TOKENS = 512  # Wan was trained with this many; its tokenizer states no limit of its own
 
 
@@ -43,7 +43,7 @@ class WanFamily:
         `dtype` ("float32" or "bfloat16") is the text encoder's; the VAE stays in fp32, as diffusers advises for Wan.
         Raises `DataError` for a missing or damaged component or missing weights, `ConfigError` for a two-expert model.
         """
-        folder = TOY if path == "toy" else Path(path)
+        folder = MODEL_FOLDER if path == "toy" else Path(path)
         fix = "give a Wan text-to-video pipeline folder in diffusers' layout, on this machine"
         if not (folder / "model_index.json").is_file():
             raise DataError(f"{path!r} is no diffusers pipeline folder: model_index.json is missing", fix=fix)

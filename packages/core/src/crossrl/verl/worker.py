@@ -60,8 +60,3 @@ class RLWorker(TrainingWorker):
     def load(self, folder: str) -> None:
         """Read a checkpoint."""
         self.inner.load_checkpoint(Path(folder))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def export(self, folder: str, slot: str) -> None:
-        """Write weights for diffusers."""
-        self.inner.export(Path(folder), slot)

@@ -68,10 +68,6 @@ class RayWorkers:
         """All ranks read."""
         self._wait(self.group.load(str(folder)), "load")
 
-    def export(self, folder: Path, slot: str) -> None:
-        """All ranks take part, one writes."""
-        self._wait(self.group.export(str(folder), slot), "export")
-
     def _wait(self, refs: list[ray.ObjectRef], what: str) -> list[Any]:
         return wait(refs, self.timeout_s, what)
 

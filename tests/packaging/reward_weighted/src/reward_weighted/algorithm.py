@@ -17,7 +17,7 @@ from crossrl_t2v.sampling import denoise
 
 
 class RewardWeighted:
-    """The whole algorithm: five members, no backend, device or Ray in it."""
+    """The whole algorithm: six members, no backend, device or Ray in it."""
 
     class Config(AdvantageOptions):
         """What `algorithm.*` may set, besides the shared options of advantages."""
@@ -29,6 +29,10 @@ class RewardWeighted:
 
     def __init__(self, options, reward_weights):
         self.options, self.reward_weights = options, reward_weights
+
+    def check(self, sampling, batch):
+        """Refuse, before any worker starts, what cannot work."""
+        self.options.check_group(batch.samples)
 
     def sample(self, predict, noise, keys, sampling, keep):
         """Deterministic samples; the trajectory holds nothing but the result [n, 1, C, F, H, W]."""
