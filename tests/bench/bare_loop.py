@@ -41,7 +41,7 @@ class Settings:
     max_grad_norm: float = 1.0
     rollout_micro: int = 64
     decode_micro: int = 32
-    update_micro: int = 64
+    update_micro: int = 128
     eval_samples: int = 4
     seed: int = 0
 
