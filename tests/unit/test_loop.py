@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crossrl.config import RunConfig
-from crossrl.loop import as_arrays, update_metrics, update_plans, waves
+from crossrl.loop import Drawn, Run, as_arrays, update_metrics, update_plans, waves
 from crossrl.rewards import Scored
 from crossrl.types import Advantages, Prompt, RankStats, SampleKey, Sampling, Score
 
@@ -30,8 +30,14 @@ def advantages(keep=None):
     return Advantages(np.arange(B * G, dtype=float).reshape(B, G), keep)
 
 
+def plans_of(values, step, dp_size=1):
+    owners = [b * dp_size // B for b in range(B)]
+    run = Run(config(), None, None, None, None, lr_scale=0.5, skip_above=3.0)
+    return list(update_plans(Drawn(GROUPS, owners, [], None, None), values, run, step))
+
+
 def test_every_sample_trains_once_and_every_step_sees_every_group():
-    plans = list(update_plans(GROUPS, advantages(), config(), step=3, dp_size=1))
+    plans = plans_of(advantages(), 3)
     assert len(plans) == 4
     assert sorted(k.prompt.id + str(k.index) for p in plans for k in p.keys) == sorted(
         k.prompt.id + str(k.index) for group in GROUPS for k in group
@@ -40,22 +46,48 @@ def test_every_sample_trains_once_and_every_step_sees_every_group():
         assert [sum(k.prompt.id == f"p{b}" for k in plan.keys) for b in range(B)] == [G // 4] * B
         for key, advantage in zip(plan.keys, plan.advantages, strict=True):
             assert advantage == int(key.prompt.id[1:]) * G + key.index
+    assert [p.last for p in plans] == [False, False, False, True]
+    assert {(p.lr_scale, p.skip_above) for p in plans} == {(0.5, 3.0)}
 
 
 def test_the_parts_are_the_same_at_any_world_size_and_differ_between_steps():
-    one = [p.keys for p in update_plans(GROUPS, advantages(), config(), 3, dp_size=1)]
-    two = list(update_plans(GROUPS, advantages(), config(), 3, dp_size=2))
+    one = [p.keys for p in plans_of(advantages(), 3)]
+    two = plans_of(advantages(), 3, dp_size=2)
     assert [p.keys for p in two] == one
     assert all(p.samples_per_rank == B * G // 4 // 2 for p in two)
-    assert [p.keys for p in update_plans(GROUPS, advantages(), config(), 4, dp_size=1)] != one
+    assert [p.keys for p in plans_of(advantages(), 4)] != one
 
 
 def test_dropped_samples_leave_their_rank_padded_not_the_others_short():
     keep = np.ones((B, G), bool)
     keep[0] = False  # a whole group of rank 0
-    plans = list(update_plans(GROUPS, advantages(keep), config(), 0, dp_size=2))
+    plans = plans_of(advantages(keep), 0, dp_size=2)
     assert all(len(p.keys) == 6 and p.samples_per_rank == 4 for p in plans)
-    assert list(update_plans(GROUPS, advantages(np.zeros((B, G), bool)), config(), 0, dp_size=2)) == []
+    assert plans_of(advantages(np.zeros((B, G), bool)), 0, dp_size=2) == []
+
+
+def test_refill_replaces_dead_groups_first_and_keeps_the_number():
+    def drawn(names, owner):
+        groups = [[SampleKey(Prompt(n, n), g) for g in range(2)] for n in names]
+        scores = np.array([[[float(ord(n))]] * 2 for n in names])
+        return Drawn(groups, [owner] * len(names), [], scores, np.ones(scores.shape[:2], bool))
+
+    out = drawn("abcd", 0).replaced(np.array([True, False, False, True]), drawn("xyz", 1))
+    assert [g[0].prompt.id for g in out.groups] == ["a", "d", "x", "y"] and out.owners == [0, 0, 1, 1]
+    assert out.scores[:, 0, 0].tolist() == [ord(c) for c in "adxy"]
+    short = drawn("abcd", 0).replaced(np.array([True, False, False, True]), drawn("x", 1))
+    assert [g[0].prompt.id for g in short.groups] == ["a", "d", "x", "b"]
+
+
+def test_advantages_of_several_loss_terms_travel_as_tuples():
+    values = Advantages(np.stack([np.ones((B, G)), -np.ones((B, G))], -1), np.ones((B, G), bool))
+    assert set(plans_of(values, 0)[0].advantages) == {(1.0, -1.0)}
+
+
+def test_pull_is_reported_as_shares():
+    sums = {"pull_0.00": 1.0, "pull_0.25": 0.0, "pull_0.50": 2.0, "pull_0.75": 1.0}
+    out = update_metrics([[RankStats(sums, {}, {"forwards": 1.0})] * 2])
+    assert [out[f"update/{name}"] for name in sums] == [0.25, 0.0, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])

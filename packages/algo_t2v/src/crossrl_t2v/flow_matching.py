@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from crossrl.config import Batch, SamplingConfig, Section
 from crossrl.errors import ConfigError
-from crossrl.noise import generator
 from crossrl.protocols import Needs, NoiseFn, Predict
-from crossrl.types import Advantages, LossOutput, Rows, SampleKey, Sampling, Trajectory
+from crossrl.types import Advantages, Advice, LossOutput, Rows, SampleKey, Sampling, Trajectory
 from crossrl_t2v import kernel
+from crossrl_t2v.density import Density, noised
 from crossrl_t2v.sampling import denoise
 
 
@@ -28,16 +28,24 @@ class FlowMatching:
         """Options of supervised training."""
 
         name: Literal["flow_matching"] = "flow_matching"
-        density: Literal["uniform", "logit_normal"] = "logit_normal"  # of sigma; logit_normal: sigmoid of N(0, 1)
+        density: Density = Density(name="logit_normal")  # of sigma
         rows_per_sample: Annotated[int, Field(ge=1)] = 1  # noise draws of a video in one optimizer step
+
+        @field_validator("density")
+        @classmethod
+        def _no_grid(cls, density: Density) -> Density:
+            if density.name in ("grid", "last_k"):
+                raise ValueError(f"density={density.name}: there is no sampler, hence no grid, in supervised training")
+            return density
 
     needs = Needs(clips=True)
 
     def __init__(self, options: Config, reward_weights: Sequence[float] = ()) -> None:
         self.options = options
 
-    def check(self, sampling: SamplingConfig, batch: Batch) -> None:
+    def check(self, sampling: SamplingConfig, batch: Batch) -> list[Advice]:
         """Nothing to refuse."""
+        return []
 
     def sample(
         self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool
@@ -52,26 +60,8 @@ class FlowMatching:
         )
 
     def rows(self, trajectory: Trajectory, advantages: torch.Tensor, seed: int, step: int) -> Rows:
-        """Noised rows of the clean latents `trajectory.latents` [n, 1, C, F, H, W]; `advantages` are not used.
-
-        sigma and eps are a function of (seed, step, prompt, index) alone.
-        """
-        draws = self.options.rows_per_sample
-        x0 = trajectory.latents.repeat_interleave(draws, 0).squeeze(1)
-        sigma, eps = torch.empty(len(x0)), torch.empty_like(x0)
-        for i, key in enumerate(trajectory.keys):
-            stream = generator(seed, step, key.prompt.id, key.index, "flow_matching")
-            part = slice(i * draws, (i + 1) * draws)
-            sigma[part] = self._sigma(stream)
-            eps[part].normal_(generator=stream)
-        level = sigma.view(-1, 1, 1, 1, 1)
-        owner = torch.arange(len(trajectory.keys)).repeat_interleave(draws)
-        return Rows((1 - level) * x0 + level * eps, sigma, owner, {"velocity": eps - x0})
-
-    def _sigma(self, stream: torch.Generator) -> torch.Tensor:
-        if self.options.density == "uniform":
-            return torch.rand(self.options.rows_per_sample, generator=stream)
-        return torch.randn(self.options.rows_per_sample, generator=stream).sigmoid()
+        """Noised rows of the clean latents; `advantages` are not used."""
+        return noised(trajectory, self.options.rows_per_sample, self.options.density, seed, step, "flow_matching")
 
     def loss(self, velocity: Mapping[str, torch.Tensor], rows: Rows) -> LossOutput:
         """Mean squared error of each row's velocity."""

@@ -10,6 +10,11 @@ dance_grpo = Plugin(
     summary="DanceGRPO (arXiv 2505.07818): clipped policy gradient over an SDE sampler",
     target="crossrl_t2v.dance_grpo:DanceGRPO",
 )
+diffusion_nft = Plugin(
+    name="diffusion_nft",
+    summary="DiffusionNFT (arXiv 2509.16117): forward-process policy optimisation, any sampler, no likelihood",
+    target="crossrl_t2v.diffusion_nft:DiffusionNFT",
+)
 flow_matching = Plugin(
     name="flow_matching",
     summary="flow matching: supervised training on captioned videos, the algorithm of `crossrl sft`",

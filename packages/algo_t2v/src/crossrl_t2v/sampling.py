@@ -19,8 +19,8 @@ class Path:
     """One micro-batch of denoised samples.
 
     `x0` [n, C, F, H, W] on the model's device, the denoised estimate of the last step: what is decoded. Only if kept,
-    on CPU in fp32: `states` [n, T, C, F, H, W], the inputs of the T steps, and `log_probs` [n, T - 1] of the drawn
-    ones.
+    on CPU in fp32, for the W steps that drew noise: `states` [n, W + 1, C, F, H, W], their inputs and the last one's
+    outcome, and `log_probs` [n, W].
     """
 
     x0: torch.Tensor
@@ -35,28 +35,31 @@ def denoise(
     sampling: Sampling,
     rule: kernel.NoiseRule,
     *,
+    noisy: range | None = None,
     same_noise: bool = False,
     keep: bool = False,
 ) -> Path:
     """Sample from sigma 1 to 0 under `rule` (or the ODE, if `sampling` is not stochastic).
 
-    Noise tags are "init" and "step/k". The last step adds none: its denoised estimate is what is decoded, as in
-    DanceGRPO. `same_noise` gives all samples of a group one initial state; not under the ODE, which would then draw
-    the same sample G times.
+    Noise tags are "init" and "step/k". Steps outside of `noisy` are ODE steps; so is the last of all, whose denoised
+    estimate is what is decoded, as in DanceGRPO. `same_noise` gives all samples of a group one initial state; not under
+    the ODE, which would then draw the same sample G times.
     """
     rule = rule if sampling.stochastic else kernel.ODE
     schedule = kernel.sigmas(sampling.steps, sampling.shift)
+    noisy = range(sampling.steps - 1) if noisy is None else noisy
     x = noise("init", shared=same_noise and sampling.stochastic)
     states, log_probs = [], []
     for k in range(sampling.steps):
-        sigma, after = schedule[k].expand(len(x)), schedule[k + 1].expand(len(x))
-        if keep:
+        if keep and (k in noisy or k - 1 in noisy):
             states.append(x.cpu())
-        out = kernel.step(x, predict(x, sigma), sigma, after, rule)
+        sigma, after = schedule[k].expand(len(x)), schedule[k + 1].expand(len(x))
+        drawn = rule.level != 0 and k in noisy
+        out = kernel.step(x, predict(x, sigma), sigma, after, rule if drawn else kernel.ODE)
         if k == sampling.steps - 1:
             break
         x = out.mean
-        if rule.level:
+        if drawn:
             x = out.mean + out.std * noise(f"step/{k}").to(out.mean)
             if keep:
                 log_probs.append(kernel.log_prob(x, out.mean, out.std).cpu())
@@ -65,28 +68,25 @@ def denoise(
     return Path(out.x0, schedule, torch.stack(states, 1), torch.stack(log_probs, 1) if log_probs else None)
 
 
-def trained_steps(steps: int, fraction: float) -> int:
-    """How many of T `steps` train: int((T - 1) fraction); the last step, whose noise no reward sees, never does.
-
-    Raises `ConfigError` if that is none.
-    """
-    count = int((steps - 1) * fraction)
+def trained_steps(candidates: int, fraction: float) -> int:
+    """How many of the steps that draw noise train: int(candidates fraction). Raises `ConfigError` if that is none."""
+    count = int(candidates * fraction)
     if count < 1:
         raise ConfigError(
-            f"timestep_fraction={fraction} of {steps} sampling steps, the last never trained, leaves none to train",
+            f"timestep_fraction={fraction} of {candidates} steps that draw noise leaves none to train",
             where="algorithm.timestep_fraction",
             fix="raise timestep_fraction or sampling.steps",
         )
     return count
 
 
-def select_steps(keys: Sequence[SampleKey], steps: int, fraction: float, seed: int, step: int) -> torch.Tensor:
-    """Indices [n, S] int64 of the S = `trained_steps` steps that train: the head of a permutation for each sample.
+def select_steps(keys: Sequence[SampleKey], candidates: int, fraction: float, seed: int, step: int) -> torch.Tensor:
+    """Places [n, S] int64, of S = `trained_steps` among the candidates: the head of a permutation for each sample.
 
     A function of (seed, step, prompt, index) alone, so the same at every world size and micro-batch.
     """
-    count = trained_steps(steps, fraction)
+    count = trained_steps(candidates, fraction)
     orders = [
-        torch.randperm(steps - 1, generator=generator(seed, step, key.prompt.id, key.index, "steps")) for key in keys
+        torch.randperm(candidates, generator=generator(seed, step, key.prompt.id, key.index, "steps")) for key in keys
     ]
     return torch.stack(orders)[:, :count]

@@ -23,7 +23,8 @@ class AdvantageOptions(Section):
     """Options of an algorithm's `Config` that say how scores become advantages; they belong to no single method."""
 
     adv_clip: Annotated[float, Field(gt=0)] = 5.0  # advantages are clamped to +- this
-    aggregate: Literal["sum", "per_reward"] = "sum"  # weigh the scores, or weigh each reward's own advantages
+    std: Literal["group", "global", "max_group"] = "group"  # divisor: the group's, the batch's, or the largest group's
+    aggregate: Literal["sum", "per_reward", "gdpo", "per_reward_loss"] = "sum"  # see `group_advantages`
     best_of_n: Annotated[int, Field(ge=2, multiple_of=2)] | None = None  # train only the n/2 best and n/2 worst
     drop_zero_std: bool = False  # leave groups without any spread out of training
 
@@ -38,12 +39,20 @@ class AdvantageOptions(Section):
 def group_advantages(
     scores: np.ndarray, valid: np.ndarray, weights: Sequence[float], options: AdvantageOptions
 ) -> Advantages:
-    """Advantages (r - mean) / (std + 1e-8) within each group, unbiased std, and which samples train.
+    """Advantages (r - mean of the group) / (std + 1e-8), unbiased std, and which samples train.
 
     scores [B, G, R], valid [B, G], weights [R]. A sample that is not valid or whose score is not finite is dropped and
     its group normalised without it; a group with fewer than two samples left is skipped. All-equal scores, up to float
-    noise, give exactly 0. Best-of-n (DanceGRPO, arXiv 2505.07818) selects after normalisation, by the total reward.
-    `zero_std` is the fraction of the groups in use whose samples all have advantage 0.
+    noise, give exactly 0. `std` is each group's own, that of all scores of the batch (Flow-GRPO, arXiv 2505.05470), or
+    the largest of any group, so that quiet groups are not amplified (LongCat-Video, arXiv 2510.22200). `aggregate`:
+
+        sum              the advantage of the weighted sum of the scores
+        per_reward       the weighted sum of each reward's own advantage
+        gdpo             that, normalised once more over the batch (GDPO, arXiv 2601.05242)
+        per_reward_loss  weighted advantages [B, G, R] for a loss term each (DanceGRPO, arXiv 2505.07818)
+
+    Best-of-n (DanceGRPO) selects after normalisation, by the total reward. `zero_std` is the fraction of the groups in
+    use whose samples all have advantage 0.
 
     Raises `ConfigError` if `best_of_n` is more than the group size.
     """
@@ -54,13 +63,18 @@ def group_advantages(
     usable &= usable.sum(1, keepdims=True) >= 2
     scores = np.where(usable[..., None], scores, 0.0)
     total = scores @ weights
-    values, spread = _normalise(total[..., None], usable)
-    if options.aggregate == "per_reward":
-        values = _normalise(scores, usable)[0] * weights
-    values = values.sum(-1).clip(-options.adv_clip, options.adv_clip)
+    values, spread = _normalise(total[..., None], usable, options.std)
+    if options.aggregate != "sum":
+        values = _normalise(scores, usable, options.std)[0] * weights
+    if options.aggregate != "per_reward_loss":
+        values = values.sum(-1)
+    if options.aggregate == "gdpo" and usable.sum() > 1:
+        kept = values[usable]
+        values = np.where(usable, (values - kept.mean()) / (kept.std(ddof=1) + 1e-8), 0.0)
+    values = values.clip(-options.adv_clip, options.adv_clip)
 
     live = usable.any(1)
-    constant = live & (values == 0).all(1)
+    constant = live & (values.reshape(groups, -1) == 0).all(1)
     keep = usable & ~(constant[:, None] & options.drop_zero_std)
     if options.best_of_n is not None:
         keep = _extremes(total, keep, options.best_of_n)
@@ -72,17 +86,23 @@ def group_advantages(
             "within_group_std": float(spread[live].mean()),
             "zero_std": float(constant[live].mean()),
         }
-    return Advantages(np.where(keep, values, 0.0), keep, metrics)
+    mask = keep if values.ndim == 2 else keep[..., None]
+    return Advantages(np.where(mask, values, 0.0), keep, metrics)
 
 
-def _normalise(scores: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(advantages [B, G, R], std [B, R]) of scores [B, G, R], over the usable samples of each group and reward."""
+def _normalise(scores: np.ndarray, usable: np.ndarray, divisor: str) -> tuple[np.ndarray, np.ndarray]:
+    """(advantages [B, G, R], the groups' std [B, R]) of scores [B, G, R], over the usable samples of each reward."""
     mask = usable[..., None]
     count = np.maximum(mask.sum(1, keepdims=True), 2)
     centred = np.where(mask, scores - scores.sum(1, keepdims=True, where=mask) / count, 0.0)
     std = np.sqrt((centred**2).sum(1, keepdims=True) / (count - 1))
     noise = FLOAT_NOISE * np.maximum(1.0, np.abs(scores).max(1, keepdims=True, initial=0.0, where=mask))
-    return np.where(std > noise, centred / (std + 1e-8), 0.0), std[:, 0]
+    by = std
+    if divisor == "max_group":
+        by = std.max(0, keepdims=True)
+    elif divisor == "global" and usable.sum() > 1:
+        by = scores[usable].std(0, ddof=1)
+    return np.where(std > noise, centred / (by + 1e-8), 0.0), std[:, 0]
 
 
 def _extremes(total: np.ndarray, keep: np.ndarray, n: int) -> np.ndarray:

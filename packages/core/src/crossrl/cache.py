@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from crossrl.errors import WorkerError
@@ -80,7 +81,7 @@ class HeldSamples:
             self._rows[key] = (key, trajectory.latents[i], {k: t[i] for k, t in trajectory.data.items()})
 
     def share(self, plan: UpdatePlan) -> tuple[Trajectory, torch.Tensor, torch.Tensor]:
-        """This rank's samples of `plan`: (trajectory, advantages [n], real [n]: 1, or 0 for padding)."""
+        """This rank's samples of `plan`: (trajectory, advantages [n] or [n, R], real [n]: 1, or 0 for padding)."""
         mine = [(k, a) for k, a in zip(plan.keys, plan.advantages, strict=True) if k in self._rows]
         padding = plan.samples_per_rank - len(mine)
         if plan.step != self._step or padding < 0:
@@ -89,7 +90,8 @@ class HeldSamples:
                 f"this rank holds {len(mine)} of its samples, from step {self._step}"
             )
         real = torch.tensor([1.0] * len(mine) + [0.0] * padding)
-        mine += [(next(iter(self._rows)), 0.0)] * padding
+        none = np.zeros_like(plan.advantages[0]).tolist()
+        mine += [(next(iter(self._rows)), none)] * padding
         rows = [self._rows[k] for k, _ in mine]
         trajectory = Trajectory(
             keys=tuple(key for key, _, _ in rows),  # not the plan's: only the held ones know a clip's caption

@@ -87,6 +87,7 @@ class Batch(Section):
     prompts: PositiveInt = 8
     samples: PositiveInt = 16
     updates: PositiveInt = 1
+    refill: Annotated[int, Field(ge=0)] = 0  # times to draw other prompts for groups that teach nothing
     rollout_micro: PositiveInt = 64  # samples a forward, a rank
     decode_micro: PositiveInt = 32  # videos a VAE call, a rank
     reward_micro: PositiveInt = 64  # videos a reward call
@@ -183,6 +184,8 @@ class RunConfig(Section):
                 f"batch.updates={self.batch.updates} must divide batch.samples={self.batch.samples}: "
                 "every optimizer step takes an equal part of every group"
             )
+        if self.batch.refill and not self.algorithm.get("drop_zero_std"):
+            raise ValueError("batch.refill replaces dropped groups: it needs algorithm.drop_zero_std=true")
         if self.resume not in ("never", "auto", "latest_valid") and not Path(self.resume).is_dir():
             raise ValueError(f"resume={self.resume!r} is neither never, auto nor a checkpoint folder")
         return self

@@ -14,6 +14,7 @@ import numpy as np
 
 from crossrl.errors import ConfigError, DataError
 from crossrl.registry import select
+from crossrl.seeds import stream_seed
 from crossrl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -201,3 +202,13 @@ class PromptCursor:
         # not Generator.permutation: its stream may change between numpy versions, the raw bits do not
         order = np.argsort(bits, kind="stable")
         return tuple(self.prompts[i] for i in order[place * self.batch : (place + 1) * self.batch])
+
+    def further(self, step: int, taken: Sequence[Prompt], count: int, multiple: int) -> tuple[Prompt, ...]:
+        """At least `count` prompts that are not among `taken`, or as many as there are, a `multiple` in number.
+
+        A function of (seed, step, taken).
+        """
+        left = [p for p in self.prompts if p not in set(taken)]
+        rng = np.random.default_rng(stream_seed(self.seed, step, "further", *sorted(p.id for p in taken)))
+        count = min(-(-count // multiple), len(left) // multiple) * multiple
+        return tuple(left[i] for i in rng.permutation(len(left))[:count])

@@ -163,19 +163,26 @@ class DiffusionEngine(ABC):
         trajectory, advantages, real = self.held.share(plan)
         rows = self.algorithm.rows(trajectory, advantages, plan.seed, plan.step)
         rows_per_sample = len(rows) / len(trajectory.keys)
-        return self.train_rows(rows, trajectory.keys, real[rows.owner] / (len(plan.keys) * rows_per_sample))
+        weights = real[rows.owner] / (len(plan.keys) * rows_per_sample)
+        stats = self.train_rows(rows, trajectory.keys, weights, plan.lr_scale, plan.skip_above)
+        if plan.last and (decay := self.algorithm.needs.old) is not None:
+            self.blend_slot("old", decay(plan.step))
+        return stats
 
-    def train_rows(self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor) -> RankStats:
-        """Forward and backward over `rows` in micro-batches, then one optimizer step.
-
-        `weights` [n] sum to 1 over the rows of all ranks: the loss is their weighted mean, whatever the micro-batch.
-        A step whose gradient is not finite is skipped on all ranks and reported as `skipped`.
-        """
+    def train_rows(
+        self,
+        rows: Rows,
+        keys: Sequence[SampleKey],
+        weights: torch.Tensor,
+        lr_scale: float = 1.0,
+        skip_above: float | None = None,
+    ) -> RankStats:
+        """Forward and backward over `rows` in micro-batches, then one optimizer step; see the methods for both."""
         with self._on_device(optimizer=True):
             with self._timed("forward_backward"):
                 stats = self.accumulate(rows, keys, weights)
             with self._timed("optimizer"):
-                stats.scalars |= self.optimizer_step()
+                stats.scalars |= self.optimizer_step(lr_scale, skip_above)
         stats.scalars |= {f"{stage}_s": seconds for stage, seconds in self.take_seconds().items()}
         stats.scalars["forwards"] = float(self.take_forwards())
         return stats
@@ -183,16 +190,22 @@ class DiffusionEngine(ABC):
     def accumulate(
         self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor, backward: bool = True
     ) -> RankStats:
-        """The weighted mean loss of `rows` and, if `backward`, its gradients; `rows.owner` points into `keys`."""
+        """The weighted mean loss of `rows` and, if `backward`, its gradients; `rows.owner` points into `keys`.
+
+        `weights` [n] sum to 1 over the rows of all ranks: the loss is their weighted mean, whatever the micro-batch.
+        """
         stats, micro = RankStats(), self.config.batch.update_micro
         self.optimizer.zero_grad()
         for start in range(0, len(rows), micro):
             part, weight = rows.take(slice(start, start + micro)), weights[start : start + micro]
-            out = self.algorithm.loss(self._velocities(part, keys), part)
+            velocity = self._velocities(part, keys)
+            out = self.algorithm.loss(velocity, part)
             weight = weight.to(out.loss.device)
             if backward:  # FSDP averages gradients over ranks, the loss is a sum over ranks
+                velocity["policy"].retain_grad()
                 loss = (out.loss * weight).sum() * self.data_parallel.size
                 self.backward(loss, last=start + micro >= len(rows))
+                _add_pull(stats, velocity["policy"].grad, part.sigma)
             _gather(stats, {"loss": out.loss.detach(), **out.metrics}, weight)
         return stats
 
@@ -207,13 +220,16 @@ class DiffusionEngine(ABC):
         out["policy"] = predict()
         return out
 
-    def optimizer_step(self) -> Metrics:
-        """Clip, and step unless the gradient is not finite: grad_norm (before clipping), lr, skipped."""
+    def optimizer_step(self, lr_scale: float = 1.0, skip_above: float | None = None) -> Metrics:
+        """Clip and step: grad_norm (before clipping), lr, skipped.
+
+        The step is skipped, on all ranks, if the norm is not finite or larger than `skip_above`.
+        """
         settings = self.config.optimizer
         norm = self.clip_grad_norm(settings.max_grad_norm)
-        finite = math.isfinite(norm)
-        lr = lr_at(self.updates, settings)
-        if finite:
+        good = math.isfinite(norm) and (skip_above is None or norm <= skip_above)
+        lr = lr_at(self.updates, settings) * lr_scale
+        if good:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -221,7 +237,7 @@ class DiffusionEngine(ABC):
             if self.config.model.ema is not None:
                 self.blend_slot("ema", self.config.model.ema)
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not good)}
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -272,6 +288,18 @@ class DiffusionEngine(ABC):
             yield
         finally:
             self.move("cpu", optimizer=optimizer and offload == "all")
+
+
+PULL_BINS = 4  # equal parts of sigma in [0, 1]
+
+
+def _add_pull(stats: RankStats, gradient: torch.Tensor, sigma: torch.Tensor) -> None:
+    """Add the norm of each row's d loss / d velocity to its bin of sigma: where in time the training signal acts."""
+    norms = torch.linalg.vector_norm(gradient.flatten(1).float(), dim=1).cpu()
+    bins = (sigma * PULL_BINS).long().clamp(max=PULL_BINS - 1)
+    for i, total in enumerate(torch.zeros(PULL_BINS).index_add(0, bins, norms).tolist()):
+        name = f"pull_{i / PULL_BINS:.2f}"
+        stats.sums[name] = stats.sums.get(name, 0.0) + total
 
 
 def _gather(stats: RankStats, per_row: dict[str, torch.Tensor], weight: torch.Tensor) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 from crossrl.config import RunConfig
 from crossrl.data import PromptCursor
 from crossrl.errors import RewardError
-from crossrl.noise import stream_seed
 from crossrl.protocols import Algorithm, RewardRuntime, WorkerGroup
 from crossrl.rewards import Scored
+from crossrl.seeds import stream_seed
 from crossrl.types import Advantages, Metrics, Prompt, RankStats, RolloutRequest, SampleKey, Sampling, UpdatePlan
 
 
@@ -32,37 +32,78 @@ class Run:
     workers: WorkerGroup
     rewards: RewardRuntime
     algorithm: Algorithm
+    lr_scale: float = 1.0  # what the guard has made of the learning rate
+    skip_above: float | None = None  # and the gradient norm at which it wants a step skipped
 
 
 def run_iteration(run: Run, step: int) -> Metrics:
-    """Draw B x G samples with the policy, score them, and make `batch.updates` optimizer steps on them."""
+    """Draw B x G samples, score them, and make `batch.updates` optimizer steps on them."""
     config, start = run.config, time.monotonic()
-    batch, sampling = config.batch, config.sampling
 
-    prompts = run.data.batch_at(step)
-    groups = [[SampleKey(prompt, g) for g in range(batch.samples)] for prompt in prompts]
+    drawn = draw(run, step, run.data.batch_at(step))
+    advantages = run.algorithm.advantages(drawn.scores, drawn.valid)
+    refilled = 0
+    for _ in range(config.batch.refill):  # replace the groups that teach nothing
+        live = advantages.keep.any(axis=1)
+        fresh = run.data.further(step, [g[0].prompt for g in drawn.groups], int((~live).sum()), run.workers.dp_size)
+        if not fresh:
+            break
+        drawn = drawn.replaced(live, draw(run, step, fresh))
+        advantages = run.algorithm.advantages(drawn.scores, drawn.valid)
+        refilled += len(fresh)
+    seen = time.monotonic()
 
+    plans = update_plans(drawn, advantages, run, step)
+    stats = [run.workers.update(plan) for plan in plans]
+
+    seconds = {"time/rollout_and_reward_s": seen - start, "time/update_s": time.monotonic() - seen}
+    groups_metrics = {f"reward/{name}": value for name, value in advantages.metrics.items()}
+    groups_metrics["reward/refilled"] = float(refilled)
+    return rollout_metrics(drawn.scored) | groups_metrics | update_metrics(stats) | seconds
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Groups of samples (all of a prompt's), the data-parallel rank that holds each, and what the rewards say."""
+
+    groups: list[list[SampleKey]]
+    owners: list[int]
+    scored: list[Scored]
+    scores: np.ndarray  # [B, G, R], NaN where a reward failed
+    valid: np.ndarray  # [B, G]
+
+    def replaced(self, live: np.ndarray, fresh: Drawn) -> Drawn:
+        """The live groups and then as many fresh ones as there is room for; dead ones only if those run out."""
+        order = [*np.flatnonzero(live), *range(len(live), len(live) + len(fresh.groups)), *np.flatnonzero(~live)]
+        order = order[: len(live)]
+        groups, owners = self.groups + fresh.groups, self.owners + fresh.owners
+        return Drawn(
+            groups=[groups[b] for b in order],
+            owners=[owners[b] for b in order],
+            scored=self.scored + fresh.scored,
+            scores=np.concatenate([self.scores, fresh.scores])[order],
+            valid=np.concatenate([self.valid, fresh.valid])[order],
+        )
+
+
+def draw(run: Run, step: int, prompts: Sequence[Prompt]) -> Drawn:
+    """`batch.samples` samples of each prompt, scored while later ones are drawn; `RewardError` if too many fail."""
+    config, dp = run.config, run.workers.dp_size
+    groups = [[SampleKey(prompt, g) for g in range(config.batch.samples)] for prompt in prompts]
     keys = [key for group in groups for key in group]
-    how = Sampling(sampling.steps, sampling.shift, sampling.guidance)
+    how = Sampling(config.sampling.steps, config.sampling.shift, config.sampling.guidance)
+    weights = "policy" if run.algorithm.needs.old is None else "old"
     futures = []
-    for requests in waves(keys, how, config, step, run.workers.dp_size):
+    for requests in waves(keys, how, config, step, dp, weights):
         futures += [run.rewards.submit(handle) for handle in run.workers.rollout(requests)]
-
-    scored = run.rewards.collect(futures)  # scoring overlaps the rollout of later waves
+    scored = run.rewards.collect(futures)
     scores, valid = as_arrays(scored, groups, len(config.rewards))
     if (bad := 1.0 - valid.mean()) > config.reward_runtime.max_bad_fraction:
         reasons = "; ".join([p for s in scored for p in s.problems][:3])
         raise RewardError(
             f"{bad:.0%} of the samples of step {step} could not be scored: {reasons}", where="reward_runtime"
         )
-    drawn = time.monotonic()
-
-    advantages = run.algorithm.advantages(scores, valid)
-    stats = [run.workers.update(plan) for plan in update_plans(groups, advantages, config, step, run.workers.dp_size)]
-
-    seconds = {"time/rollout_and_reward_s": drawn - start, "time/update_s": time.monotonic() - drawn}
-    groups_metrics = {f"reward/{name}": value for name, value in advantages.metrics.items()}
-    return rollout_metrics(scored) | groups_metrics | update_metrics(stats) | seconds
+    return Drawn(groups, [b * dp // len(groups) for b in range(len(groups))], scored, scores, valid)
 
 
 def sft_iteration(run: Run, step: int) -> Metrics:
@@ -100,29 +141,31 @@ def waves(
         ]
 
 
-def update_plans(
-    groups: Sequence[Sequence[SampleKey]], advantages: Advantages, config: RunConfig, step: int, dp_size: int
-) -> Iterator[UpdatePlan]:
+def update_plans(drawn: Drawn, advantages: Advantages, run: Run, step: int) -> Iterator[UpdatePlan]:
     """The optimizer steps of one iteration: each takes an equal, randomly drawn part of every group.
 
     The parts depend on (seed, step, prompt) alone, so they are the same at any world size.
     """
-    updates = config.batch.updates
+    seed, updates = run.config.seed, run.config.batch.updates
     parts: list[list[tuple[int, int]]] = [[] for _ in range(updates)]
-    for b, group in enumerate(groups):
+    for b, group in enumerate(drawn.groups):
         kept = np.flatnonzero(advantages.keep[b])
-        rng = np.random.default_rng(stream_seed(config.seed, step, group[0].prompt.id, "minibatch"))
+        rng = np.random.default_rng(stream_seed(seed, step, group[0].prompt.id, "minibatch"))
         for place, g in enumerate(rng.permutation(kept)):
             parts[(place + b) % updates].append((b, int(g)))
-    groups_per_rank = len(groups) // dp_size
-    for part in filter(None, parts):
-        per_rank = np.bincount([b // groups_per_rank for b, _ in part], minlength=dp_size)
+    parts = [part for part in parts if part]
+    for number, part in enumerate(parts, start=1):
+        per_rank = np.bincount([drawn.owners[b] for b, _ in part])
+        values = [advantages.values[b, g].tolist() for b, g in part]
         yield UpdatePlan(
             step=step,
-            seed=config.seed,
-            keys=tuple(groups[b][g] for b, g in part),
-            advantages=tuple(float(advantages.values[b, g]) for b, g in part),
+            seed=seed,
+            keys=tuple(drawn.groups[b][g] for b, g in part),
+            advantages=tuple(tuple(v) if isinstance(v, list) else v for v in values),
             samples_per_rank=int(per_rank.max()),
+            last=number == len(parts),
+            lr_scale=run.lr_scale,
+            skip_above=run.skip_above,
         )
 
 
@@ -158,6 +201,9 @@ def update_metrics(stats: Sequence[Sequence[RankStats]]) -> Metrics:
     out: Metrics = {"update/optimizer_steps": float(len(stats))}
     for name in stats[0][0].sums:
         out[f"update/{name}"] = float(np.mean([sum(rank.sums[name] for rank in ranks) for ranks in stats]))
+    pulls = [name for name in out if name.startswith("update/pull_")]
+    if total := sum(out[name] for name in pulls):
+        out |= {name: out[name] / total for name in pulls}  # each bin's share
     for name in stats[0][0].maxima:
         out[f"update/{name}"] = max(rank.maxima[name] for ranks in stats for rank in ranks)
         out[f"update/first_{name}"] = max(rank.maxima[name] for rank in stats[0])

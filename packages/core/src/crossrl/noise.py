@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
+from crossrl.seeds import stream_seed
 from crossrl.types import SampleKey
-
-
-def stream_seed(*parts: int | str) -> int:
-    """A 63-bit seed from names; equal names give equal seeds on every machine."""
-    digest = hashlib.blake2b("\x1f".join(str(p) for p in parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def generator(*parts: int | str) -> torch.Generator:

@@ -17,6 +17,7 @@ import numpy as np
 
 from crossrl.types import (
     Advantages,
+    Advice,
     LossOutput,
     Media,
     Observation,
@@ -77,14 +78,16 @@ class Backend(Protocol):
 
     def engine(self, kind: str) -> type:
         """A `DiffusionEngine` class for "diffusion", a verl `BaseEngine` for "language"; `ConfigError` if none."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an algorithm needs besides the policy: further weights (the engine keeps a slot for each), or data."""
+    """What an algorithm needs besides the policy: further weights (the engine keeps a slot for each), or data.
 
-    old: bool = False
+    With `old`, samples are drawn with the old policy, which after iteration k becomes old(k) old + (1 - old(k)) policy.
+    """
+
+    old: Callable[[int], float] | None = None
     reference: bool = False
     clips: bool = False  # trains on captioned clips instead of its own samples
 
@@ -96,12 +99,14 @@ Predict = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 class NoiseFn(Protocol):
     """Standard normal noise [n, C, F, H, W], fp32 on CPU, for the samples of one micro-batch."""
 
+    seed: int
+    step: int  # the iteration
+
     def __call__(self, tag: str, *, shared: bool = False) -> torch.Tensor:
         """A function of (seed, step, prompt, index, tag) alone, whatever the world size and micro-batch.
 
         `shared` leaves the index out: all samples of a group get the same noise.
         """
-        ...
 
 
 class Algorithm(Protocol):
@@ -113,27 +118,22 @@ class Algorithm(Protocol):
     Config: type
     needs: Needs
 
-    def check(self, sampling: SamplingConfig, batch: Batch) -> None:
-        """Raise `ConfigError`, before any worker starts, for options that cannot go with these."""
-        ...
+    def check(self, sampling: SamplingConfig, batch: Batch) -> Sequence[Advice]:
+        """Raise `ConfigError`, before any worker starts, for options that cannot go with these; advise on bad ones."""
 
     def sample(
         self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool
     ) -> tuple[torch.Tensor, Trajectory | None]:
         """Draw one sample for each key: (latents to decode [n, C, F, H, W], trajectory if `keep`)."""
-        ...
 
     def advantages(self, scores: np.ndarray, valid: np.ndarray) -> Advantages:
-        """scores [B, G, R], valid [B, G] (False = the reward failed; its score is NaN) -> advantages and selection."""
-        ...
+        """scores [B, G, R], valid [B, G] (False: the reward failed, the score is NaN) -> advantages and selection."""
 
     def rows(self, trajectory: Trajectory, advantages: torch.Tensor, seed: int, step: int) -> Rows:
-        """Training rows for the given samples (advantages [n]); the same number of rows for every sample."""
-        ...
+        """Training rows of the samples (advantages [n] or [n, R]); the same number of rows for every sample."""
 
     def loss(self, velocity: Mapping[str, torch.Tensor], rows: Rows) -> LossOutput:
         """Per-row loss from the velocities, keyed "policy" and, as `needs` says, "old" and "reference"."""
-        ...
 
 
 class ModelFamily(Protocol):
@@ -141,30 +141,24 @@ class ModelFamily(Protocol):
 
     def to(self, device: str) -> None:
         """Move the text encoder and the VAE."""
-        ...
 
     @classmethod
     def open(cls, path: str, dtype: str) -> ModelFamily:
         """Load text encoder and VAE of the model at `path` (a folder, or a name that the family ships)."""
-        ...
 
     folder: Path  # the resolved diffusers folder; a backend loads the trained network from it
 
     def encode_text(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Tensors [n, ...] on CPU, named as the network's arguments; `DataError` for a prompt that is too long."""
-        ...
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of the latents of a video of `frames` x `height` x `width` pixels."""
-        ...
 
     def decode(self, latents: torch.Tensor) -> np.ndarray:
         """latents [n, C, F, H, W] -> uint8 videos [n, frames, height, width, 3]."""
-        ...
 
     def encode_video(self, videos: np.ndarray) -> torch.Tensor:
         """uint8 videos [n, frames, height, width, 3] -> latents [n, C, F, H, W] fp32 on CPU (for SFT)."""
-        ...
 
 
 @runtime_checkable
@@ -176,7 +170,6 @@ class Reward(Protocol):
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """One score a sample, in order."""
-        ...
 
 
 class Env(Protocol):
@@ -184,15 +177,12 @@ class Env(Protocol):
 
     async def reset(self, seed: int) -> Observation:
         """Start the episode that `seed` names."""
-        ...
 
     async def step(self, action: Any) -> StepResult:
         """Carry out one action."""
-        ...
 
     async def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 class WorkerGroup(Protocol):
@@ -202,27 +192,21 @@ class WorkerGroup(Protocol):
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[Any]:
         """Start one request a data-parallel rank; at once a handle each, which resolves to a `Media`."""
-        ...
 
     def update(self, plan: UpdatePlan) -> list[RankStats]:
         """One optimizer step on all ranks; the stats of each data-parallel rank."""
-        ...
 
     def fetch(self, handle: Any) -> Media:
         """Wait for media and bring them here (pictures for people)."""
-        ...
 
     def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
         """Hold captioned clips as samples of `step`, for supervised algorithms."""
-        ...
 
     def save(self, folder: Path) -> None:
         """All ranks write into `folder`."""
-        ...
 
     def load(self, folder: Path) -> None:
         """All ranks read from `folder`."""
-        ...
 
 
 class DataSource(Protocol):
@@ -230,11 +214,9 @@ class DataSource(Protocol):
 
     def prompts(self, split: str) -> list[Prompt]:
         """The prompts of "train" or "heldout"."""
-        ...
 
     def clips(self, split: str, indices: Sequence[int]) -> tuple[list[str], np.ndarray]:
         """Captions and uint8 videos [n, F, H, W, 3]; a pure function of the indices."""
-        ...
 
 
 class RewardRuntime(Protocol):
@@ -242,8 +224,6 @@ class RewardRuntime(Protocol):
 
     def submit(self, handle: Any) -> Any:
         """Start scoring the media that `handle` resolves to; at once a future."""
-        ...
 
     def collect(self, futures: Sequence[Any]) -> list[Scored]:
         """Wait for all, in order."""
-        ...

@@ -41,6 +41,7 @@ KNOWN = {
     ("crossrl.backends", "veomni"): "crossrl-veomni",
     ("crossrl.backends", "mindspeed"): "crossrl-mindspeed",
     ("crossrl.algorithms", "dance_grpo"): "crossrl-t2v",
+    ("crossrl.algorithms", "diffusion_nft"): "crossrl-t2v",
     ("crossrl.algorithms", "flow_matching"): "crossrl-t2v",
     ("crossrl.algorithms", "gui_grpo"): "crossrl-gui-agent",
     ("crossrl.models", "wan"): "crossrl-t2v",

@@ -57,6 +57,16 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """A setting that works badly elsewhere: the rule's name, the key, what was seen with it, what to set instead."""
+
+    rule: str
+    key: str
+    seen: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How to draw samples.
 
@@ -128,7 +138,10 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """values [B, G] fp64 (0 where not kept); keep [B, G] bool: which samples train; metrics: scalars for the log."""
+    """values fp64 (0 where not kept); keep [B, G] bool: which samples train; metrics: scalars for the log.
+
+    values are [B, G], or [B, G, R] where each reward has a loss term of its own.
+    """
 
     values: np.ndarray
     keep: np.ndarray
@@ -146,8 +159,11 @@ class UpdatePlan:
     step: int
     seed: int
     keys: tuple[SampleKey, ...]
-    advantages: tuple[float, ...]
+    advantages: tuple[float | tuple[float, ...], ...]
     samples_per_rank: int
+    last: bool = True  # of its iteration: the old policy follows after it
+    lr_scale: float = 1.0
+    skip_above: float | None = None  # a larger gradient norm skips the step, on all ranks
 
 
 @dataclass(slots=True)

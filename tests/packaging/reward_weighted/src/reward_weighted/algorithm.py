@@ -31,8 +31,9 @@ class RewardWeighted:
         self.options, self.reward_weights = options, reward_weights
 
     def check(self, sampling, batch):
-        """Refuse, before any worker starts, what cannot work."""
+        """Refuse, before any worker starts, what cannot work; no advice on what works badly."""
         self.options.check_group(batch.samples)
+        return []
 
     def sample(self, predict, noise, keys, sampling, keep):
         """Deterministic samples; the trajectory holds nothing but the result [n, 1, C, F, H, W]."""
