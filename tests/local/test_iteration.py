@@ -134,10 +134,17 @@ def test_guidance_costs_a_second_forward(job):
     assert metrics["update/first_ratio_deviation_max"] < 1e-6
 
 
-def test_a_stopped_job_resumes_bit_for_bit(job, tmp_path):
+NFT = ("algorithm=diffusion_nft", "sampling.steps=4")
+LORA = ("model.lora={rank: 4, alpha: 8}", "optimizer.lr=2e-3")
+
+
+@pytest.mark.parametrize("method", [(), NFT, (*NFT, *LORA)], ids=["dance_grpo", "nft", "nft_lora"])
+def test_a_stopped_job_resumes_bit_for_bit(job, tmp_path, method):
+    """Weights, evaluation copy, old policy and all that is logged."""
+
     def train(where, steps, resume="never"):
         saved = (f"run_dir={tmp_path}/{where}", f"resume={resume}", "checkpoint.every=1")
-        run = job(*saved, f"steps={steps}", "model.ema=0.9")
+        run = job(*saved, f"steps={steps}", "model.ema=0.9", *method)
         logged = {}
         track = lambda metrics, step: logged.update({step: metrics})  # noqa: E731
         jobs.train(run.config, run.workers, run.rewards, run.algorithm, lambda: track)
@@ -150,10 +157,61 @@ def test_a_stopped_job_resumes_bit_for_bit(job, tmp_path):
     for step in (1, 2, 3):
         timeless = [k for k in expected[step] if not k.endswith(("_s", "seconds", "_bytes"))]
         assert {k: got[step][k] for k in timeless} == {k: expected[step][k] for k in timeless}
-    with whole.workers.engine.slot("ema"):
-        kept = weights(whole)
-    with resumed.workers.engine.slot("ema"):
-        assert all(torch.equal(p, kept[n]) for n, p in weights(resumed).items())
+    for slot in whole.workers.engine.slots:
+        with whole.workers.engine.slot(slot):
+            kept = weights(whole)
+        with resumed.workers.engine.slot(slot):
+            assert all(torch.equal(p, kept[n]) for n, p in weights(resumed).items())
+
+
+@pytest.mark.parametrize("lora", [(), LORA], ids=["full", "lora"])
+def test_diffusion_nft_draws_with_the_old_policy_which_follows_after_the_last_update(job, lora):
+    run = job(*NFT, *lora, "algorithm.decay=late", "algorithm.kl=0.1")
+    engine, start = run.workers.engine, weights(run)
+    drawn_with, rollout = [], engine.rollout
+    engine.rollout = lambda request: drawn_with.append(request.weights) or rollout(request)
+    metrics = run_iteration(run, 0)
+    assert set(drawn_with) == {"old"}
+    assert metrics["rollout/forwards"] == 16 * 4 and metrics["update/forwards"] == 3 * 16 * 4  # policy, old, reference
+    with engine.slot("old"):
+        old = weights(run)
+    with engine.slot("reference"):
+        assert all(torch.equal(p, start[n]) for n, p in weights(run).items())
+    moved = weights(run)
+    assert all(torch.equal(p, old[n]) for n, p in moved.items())  # decay 0: on-policy again
+    changed = [n for n, p in moved.items() if not torch.equal(p, start[n])]
+    assert changed and (not lora or all("lora" in n for n in changed))
+    assert metrics["update/old_deviate"] > 0  # the second update was off-policy
+    shares = [metrics[f"update/pull_{i / 4:.2f}"] for i in range(4)]
+    assert sum(shares) == pytest.approx(1.0) and shares[3] > shares[0]
+
+
+def test_groups_that_teach_nothing_are_replaced_by_other_prompts(job):
+    run = job("algorithm.drop_zero_std=true", "batch.refill=2")
+    bad = {run.data.batch_at(0)[0].id}
+
+    class Blind(Faulty):
+        def score(self, samples):
+            return [Score(0.5 if s.prompt.id in bad else float(s.video.mean()) / 255) for s in samples]
+
+    run.rewards.rewards.rewards = [Blind(None)]
+    metrics = run_iteration(run, 0)
+    assert metrics["reward/refilled"] == 1 and metrics["reward/kept"] == 16 and metrics["reward/zero_std"] == 0.0
+    assert metrics["rollout/forwards"] == 3 * 8 * 8 and metrics["update/forwards"] == 16 * 7
+
+
+def test_several_rewards_may_have_a_loss_term_each(job):
+    several = "rewards=[{name: toy, options: {kind: colour}}, {name: toy, weight: 0.5, options: {kind: smoothness}}]"
+    found = []
+    for aggregate in ("sum", "per_reward", "gdpo", "per_reward_loss"):
+        run = job(several, f"algorithm.aggregate={aggregate}", "batch.updates=1")
+        before = weights(run)
+        metrics = run_iteration(run, 0)
+        assert metrics["update/first_ratio_deviation_max"] == 0.0 and metrics["update/skipped"] == 0
+        found.append(change(run, before))
+    on_policy = [max(float((a[n] - b[n]).abs().max()) for n in a) for a, b in [(found[1], found[3])]]
+    assert on_policy[0] < 1e-3  # at ratio 1 a sum of loss terms is the loss of the sum
+    assert any(float((found[0][n] - found[1][n]).abs().max()) > 1e-5 for n in found[0])
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(job, tmp_path):
