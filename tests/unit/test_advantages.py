@@ -147,6 +147,41 @@ def test_several_rewards_are_weighed_before_or_after_normalising():
     assert advantages(both, weights).metrics["mean"] == pytest.approx(2 * 2 + 0.1 * 20)
 
 
+def test_the_divisor_is_the_groups_std_the_batchs_or_the_largest_groups():
+    loud, quiet = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0.5, 0.51, 0.52, 0.55])
+    r = np.stack([loud, quiet])
+    centred = r - r.mean(1, keepdims=True)
+    np.testing.assert_allclose(advantages(r, std="global").values, centred / (r.std(ddof=1) + 1e-8))
+    np.testing.assert_allclose(advantages(r, std="max_group").values, centred / (loud.std(ddof=1) + 1e-8))
+    assert advantages(r, std="global", drop_zero_std=True).metrics["zero_std"] == 0.0
+
+
+@pytest.mark.parametrize("std", ["global", "max_group"])
+def test_a_dropped_sample_does_not_enter_the_batchs_divisor(std):
+    r = np.array([[0.0, 1.0, 2.0], [1.0, 3.0, 100.0]])
+    valid = np.array([[True, True, True], [True, True, False]])
+    out = advantages(r, valid=valid, std=std).values
+    divisor = np.array([0.0, 1.0, 2.0, 1.0, 3.0]).std(ddof=1) if std == "global" else np.sqrt(2.0)
+    np.testing.assert_allclose(out, [[-1 / divisor, 0, 1 / divisor], [-1 / divisor, 1 / divisor, 0]], rtol=1e-6)
+
+
+def test_gdpo_normalises_the_weighted_sum_over_the_batch():
+    scores = np.random.default_rng(0).normal(size=(4, 6, 2))
+    own = advantages(scores, (1.0, 0.5), aggregate="per_reward").values
+    out = advantages(scores, (1.0, 0.5), aggregate="gdpo").values
+    np.testing.assert_allclose(out, (own - own.mean()) / (own.std(ddof=1) + 1e-8), rtol=1e-9, atol=1e-12)
+    assert out.std(ddof=1) == pytest.approx(1.0)
+
+
+def test_a_loss_term_each_keeps_the_rewards_apart():
+    scores = np.random.default_rng(0).normal(size=(3, 5, 2))
+    out = advantages(scores, (2.0, -0.5), aggregate="per_reward_loss")
+    assert out.values.shape == (3, 5, 2) and out.keep.shape == (3, 5)
+    np.testing.assert_allclose(out.values.sum(-1), advantages(scores, (2.0, -0.5), aggregate="per_reward").values)
+    single = advantages(scores[..., 1:], (-0.5,)).values
+    np.testing.assert_allclose(out.values[..., 1], 0.5 * single, rtol=1e-6)
+
+
 def test_impossible_options_are_refused():
     with pytest.raises(ConfigError, match=r"best_of_n=4 of groups of 3"):
         advantages([[1, 2, 3]], best_of_n=4)

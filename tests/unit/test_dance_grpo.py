@@ -13,6 +13,7 @@ from crossrl.types import Prompt, Rows, SampleKey, Sampling
 from crossrl.validation import validated
 from crossrl_t2v import kernel
 from crossrl_t2v.dance_grpo import DanceGRPO
+from crossrl_t2v.policy_gradient import clipped
 
 SHAPE = (4, 2, 4, 4)
 KEYS = tuple(SampleKey(Prompt(f"p{b}", "text"), g) for b in range(2) for g in range(6))
@@ -156,6 +157,16 @@ def test_clipping_truth_table(ratio, advantage, loss, slope, clipped):
     torch.testing.assert_close(of_loss, slope * of_log_prob, rtol=1e-4, atol=1e-7)
     for name in ("clip_high", "clip_low"):
         assert float(result.metrics[name]) == (name == clipped)
+
+
+def test_each_reward_may_have_its_own_clipped_term():
+    """Two rewards that disagree: one term is clipped, the other still pulls; a summed advantage would hide that."""
+    log_ratio, advantage = torch.tensor([0.1, 0.1]), torch.tensor([[2.0, -0.5], [1.0, 1.0]])
+    loss, metrics = clipped(log_ratio, advantage, 0.05)
+    terms = [clipped(log_ratio, advantage[:, r], 0.05)[0] for r in range(2)]
+    assert torch.equal(loss, terms[0] + terms[1])
+    assert metrics["clip_high"].tolist() == [0.5, 1.0] and metrics["clip_low"].tolist() == [0.0, 0.0]
+    assert not torch.equal(loss[:1], clipped(log_ratio[:1], advantage.sum(1)[:1], 0.05)[0])
 
 
 def test_gradient_at_ratio_one_is_that_of_the_advantage_weighted_log_probability():
