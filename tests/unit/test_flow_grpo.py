@@ -6,11 +6,12 @@ import torch
 
 from crossrl.config import Batch, SamplingConfig
 from crossrl.errors import ConfigError
+from crossrl.noise import Noise
 from crossrl.types import Sampling
 from crossrl.validation import validated
 from crossrl_t2v import kernel
 from crossrl_t2v.flow_grpo import FlowGRPO
-from tests.unit.family import Net64, gradient, loss_of, make, nearby, rows_of, trajectory_of
+from tests.unit.family import KEYS, SAMPLING, SHAPE, Net64, gradient, loss_of, make, nearby, rows_of
 
 
 def test_published_defaults():
@@ -21,7 +22,7 @@ def test_published_defaults():
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_the_kl_is_that_of_two_gaussians(form):
-    """In the paper's form that of N(mean, s^2) and N(mean_ref, s^2), a mean over elements; in the code's times delta."""
+    """In the paper's form that of N(mean, s^2) and N(mean_ref, s^2) as a mean over elements; the code's has delta."""
     algorithm, net = make(FlowGRPO, kl_form=form), Net64()
     rows, reference = rows_of(algorithm, net), nearby(net)
     kl = loss_of(algorithm, net, rows, reference).metrics["kl"]
@@ -79,12 +80,20 @@ def test_a_window_is_drawn_each_iteration_within_its_range_alike_for_all():
     assert {make(FlowGRPO, window=2).noisy(10, 0, i).start for i in range(200)} == {0, 1, 2, 3}  # the first half
 
 
+def ode(net, sigmas, x, steps):
+    for k in steps:
+        x = x - (sigmas[k] - sigmas[k + 1]) * net(x, sigmas[k].expand(len(x)))
+    return x
+
+
 def test_outside_of_the_window_steps_are_ode_steps():
     algorithm, net = make(FlowGRPO, window=2, window_range=(2, 4)), Net64()
-    path = trajectory_of(algorithm, net)
+    with torch.no_grad():
+        x0, path = algorithm.sample(net, Noise(0, 1, KEYS, SHAPE), KEYS, SAMPLING, True)
+        start = Noise(0, 1, KEYS, SHAPE)("init").double()
+        torch.testing.assert_close(path.latents[:, 0], ode(net, path.sigmas, start, (0, 1)), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(x0, ode(net, path.sigmas, path.latents[:, -1], range(4, 8)), rtol=1e-6, atol=1e-6)
     assert path.latents.shape[1] == 3 and path.data["log_prob"].shape == (12, 2)
-    one, two = trajectory_of(algorithm, net, seed=0), trajectory_of(make(FlowGRPO), net, seed=0)
-    assert not torch.equal(one.latents[:, 0], two.latents[:, 2])  # two steps with noise lie before the full rollout's
     assert len(rows_of(algorithm, net)) == 12 * 2
 
 
@@ -115,7 +124,7 @@ def test_what_was_seen_to_fail_is_advised_against(options, guidance, rules):
     assert [advice.rule for advice in found] == rules
 
 
-def test_evaluation_is_deterministic_also_with_a_window():
-    net, noise = Net64(), Sampling(8, stochastic=False)
-    with pytest.raises(ConfigError, match="deterministic sampler"):
-        trajectory_of(make(FlowGRPO, window=2), net, sampling=noise)
+def test_evaluation_is_the_odes_also_with_a_window():
+    noise, ode = Noise(0, -1, KEYS, SHAPE), Sampling(8, stochastic=False)
+    got = [make(FlowGRPO, **o).sample(Net64(), noise, KEYS, ode, False) for o in ({}, {"window": 2})]
+    assert torch.equal(got[0][0], got[1][0]) and got[1][1] is None

@@ -74,7 +74,7 @@ def test_in_the_loss_drift_is_measured_from_the_action_and_its_noise():
 
 def test_the_loss_is_weighed_by_one_over_delta():
     algorithm = make(GRPOGuard)
-    sigma, after = torch.tensor([0.9, 0.9]).double(), torch.tensor([0.8, 0.4]).double()
+    sigma, after = torch.tensor([[0.9, 0.9], [0.8, 0.4]], dtype=torch.float64)
     x = torch.zeros(2, *SHAPE, dtype=torch.float64)
     out = kernel.step(x, x, sigma, after, algorithm.rule)
     targets = {"x_next": out.mean, "sigma_next": after, "advantage": torch.ones(2).double(), "noise": x}

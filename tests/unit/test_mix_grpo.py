@@ -8,9 +8,11 @@ import torch
 
 from crossrl.config import Batch, SamplingConfig
 from crossrl.errors import ConfigError
+from crossrl.noise import Noise
+from crossrl.types import Sampling
 from crossrl_t2v.flow_grpo import FlowGRPO
 from crossrl_t2v.mix_grpo import MixGRPO
-from tests.unit.family import Net64, gradient, loss_of, make, nearby, rows_of, trajectory_of
+from tests.unit.family import KEYS, SHAPE, Net64, gradient, loss_of, make, nearby, rows_of, trajectory_of
 
 STEPS = 25
 
@@ -98,6 +100,12 @@ def test_windows_outside_of_the_schedule_are_refused(window, fits):
     else:
         with pytest.raises(ConfigError, match="window of 8 steps"):
             algorithm.check(SamplingConfig(steps=8), Batch())
+
+
+def test_evaluation_may_take_fewer_steps_than_the_window_has():
+    short = Sampling(3, stochastic=False)
+    x0, kept = make(MixGRPO, window=7).sample(Net64(), Noise(0, -1, KEYS, SHAPE), KEYS, short, False)
+    assert kept is None and len(x0.detach().flatten(1).unique(dim=0)) == 12
 
 
 def test_guidance_is_advised_against():

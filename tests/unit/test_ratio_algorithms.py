@@ -1,4 +1,4 @@
-"""What holds for every algorithm with a ratio: 1 before the first update, the policy gradient there, and invariances."""
+"""What holds of every algorithm with a ratio: 1 before the first update, the policy gradient there, invariances."""
 
 import pytest
 import torch

@@ -24,22 +24,20 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from crossrl.advantages import AdvantageOptions, group_advantages
 from crossrl.config import Batch, SamplingConfig
-from crossrl.errors import ConfigError
-from crossrl.protocols import Needs, NoiseFn, Predict
-from crossrl.types import Advantages, Advice, LossOutput, Rows, SampleKey, Sampling, Trajectory
-from crossrl_t2v import kernel
-from crossrl_t2v.density import Density, noised
-from crossrl_t2v.sampling import denoise
+from crossrl.protocols import Needs
+from crossrl.types import Advantages, Advice, LossOutput, Rows, Trajectory
+from crossrl_t2v.density import noised
+from crossrl_t2v.forward_process import ForwardOptions, ForwardProcess
+from crossrl_t2v.policy_gradient import mean_square
 
 LEAST_WEIGHT = 1e-5
 
 
-class DiffusionNFT:
-    """The algorithm; see the module for the method and `crossrl.protocols.Algorithm` for the methods' contract."""
+class DiffusionNFT(ForwardProcess):
+    """The algorithm; see the module for the method."""
 
-    class Config(AdvantageOptions):
+    class Config(ForwardOptions):
         """Defaults are the authors' (LoRA of rank 32, lr 3e-4); `adv_clip` is c."""
 
         name: Literal["diffusion_nft"] = "diffusion_nft"
@@ -48,16 +46,12 @@ class DiffusionNFT:
         adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
         kl: Annotated[float, Field(ge=0)] = 1e-4  # weight of |v - v_ref|^2 against the base model
         decay: Literal["on_policy", "slow", "late"] = "slow"  # of the old policy: 0, min(0.001 k, 0.5), 0 until k = 75
-        density: Density = Density()
         inverse_t: bool = False  # weigh rows by 1/t: every step is pulled alike
-        rows_per_sample: Annotated[int, Field(ge=1)] | None = None  # noise levels of each sample; None: sampling.steps
-        eta: Annotated[float, Field(ge=0)] = 0.0  # noise of the SDE sampler; 0 draws with the ODE
-        same_noise: bool = False  # one initial state for all samples of a group; only with eta > 0
+        rows_per_sample: Annotated[int, Field(ge=1)] | None = None  # None: sampling.steps
 
     def __init__(self, options: Config, reward_weights: Sequence[float]) -> None:
-        self.options, self.reward_weights = options, tuple(reward_weights)
+        super().__init__(options, reward_weights)
         self.needs = Needs(old=self._decay, reference=options.kl > 0)
-        self.rule = kernel.NoiseRule("dance", options.eta)
 
     def _decay(self, iteration: int) -> float:
         """What the old policy keeps of itself after iteration k; the authors' types 0, 1 and 2."""
@@ -69,15 +63,8 @@ class DiffusionNFT:
         return schedules[self.options.decay]
 
     def check(self, sampling: SamplingConfig, batch: Batch) -> list[Advice]:
-        """Refuse what leaves a group without spread; advise on the density of sigma."""
-        self.options.check_group(batch.samples)
-        if self.options.same_noise and self.options.eta == 0:
-            raise ConfigError(
-                "same_noise with the deterministic sampler draws the same sample G times",
-                where="algorithm.same_noise",
-                fix="set algorithm.same_noise=false or algorithm.eta > 0",
-            )
-        advice = []
+        """Advise against a density of sigma that leaves the last steps without pull."""
+        advice = super().check(sampling, batch)
         if self.options.density.name == "grid" and sampling.shift >= 5 and not self.options.inverse_t:
             advice.append(
                 Advice(
@@ -89,16 +76,9 @@ class DiffusionNFT:
             )
         return advice
 
-    def sample(
-        self, predict: Predict, noise: NoiseFn, keys: Sequence[SampleKey], sampling: Sampling, keep: bool
-    ) -> tuple[torch.Tensor, Trajectory | None]:
-        """Draw the samples; the trajectory holds nothing but the result [n, 1, C, F, H, W]."""
-        path = denoise(predict, noise, sampling, self.rule, same_noise=self.options.same_noise)
-        return path.x0, Trajectory(tuple(keys), path.sigmas, path.x0.cpu()[:, None], {}) if keep else None
-
     def advantages(self, scores: np.ndarray, valid: np.ndarray) -> Advantages:
         """Rewards less their group's mean, over the standard deviation of the whole batch, as `adv_mode` says."""
-        out = group_advantages(scores, valid, self.reward_weights, self.options)
+        out = super().advantages(scores, valid)
         return Advantages(_MODES[self.options.adv_mode](out.values), out.keep, out.metrics)
 
     def rows(self, trajectory: Trajectory, advantages: torch.Tensor, seed: int, step: int) -> Rows:
@@ -123,9 +103,9 @@ class DiffusionNFT:
         loss = options.adv_clip / options.beta * (r * plus + (1 - r) * minus)
         if options.inverse_t:
             loss = loss / t
-        metrics = {"old_deviate": (v.detach() - old).square().flatten(1).mean(1)}
+        metrics = {"old_deviate": mean_square(v.detach() - old)}
         if "reference" in velocity:
-            kl = (v - velocity["reference"]).square().flatten(1).mean(1)
+            kl = mean_square(v - velocity["reference"])
             loss, metrics["kl"] = loss + options.kl * kl, kl.detach()
         return LossOutput(loss, metrics)
 

@@ -88,7 +88,8 @@ class PolicyGradient:
         """
         if keep and not sampling.stochastic:
             raise ConfigError(f"{type(self).__name__} cannot train on samples of the deterministic sampler")
-        noisy = self.noisy(sampling.steps, noise.seed, noise.step)
+        # evaluation may take fewer steps than a window needs
+        noisy = self.noisy(sampling.steps, noise.seed, noise.step) if sampling.stochastic else range(0)
         same = self.options.same_noise
         path = denoise(predict, noise, sampling, self.rule, noisy=noisy, same_noise=same, keep=keep)
         if not keep:
@@ -125,8 +126,8 @@ class PolicyGradient:
     def loss(self, velocity: Mapping[str, torch.Tensor], rows: Rows) -> LossOutput:
         """The objective of each row.
 
-        Metrics of a row besides the objective's: rho and |rho - 1|; log rho, whose mean is the bias that a mismatch of
-        rollout and training causes; approx_kl = (log rho)^2 / 2.
+        Metrics besides the objective's are `ratio_metrics` of the likelihood ratio, whatever ratio the objective clips:
+        the mean of log rho is the bias that a mismatch of rollout and training causes.
         """
         v = velocity["policy"]
         target = {name: t.to(v.device) for name, t in rows.targets.items()}
@@ -143,15 +144,19 @@ class PolicyGradient:
         loss, metrics = self.objective(
             Transition(log_ratio, target["advantage"], std, delta, sigma, drift, from_reference)
         )
-        log_ratio = log_ratio.detach()
-        ratio = log_ratio.exp()
-        common = {
-            "ratio": ratio,
-            "ratio_deviation_max": (ratio - 1).abs(),
-            "log_ratio": log_ratio,
-            "approx_kl": 0.5 * log_ratio.square(),
-        }
-        return LossOutput(loss, common | dict(metrics))
+        return LossOutput(loss, ratio_metrics(log_ratio) | dict(metrics))
+
+
+def ratio_metrics(log_ratio: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is logged of every ratio, of each row: rho and |rho - 1|, log rho, approx_kl = (log rho)^2 / 2."""
+    log_ratio = log_ratio.detach()
+    ratio = log_ratio.exp()
+    return {
+        "ratio": ratio,
+        "ratio_deviation_max": (ratio - 1).abs(),
+        "log_ratio": log_ratio,
+        "approx_kl": 0.5 * log_ratio.square(),
+    }
 
 
 def mean_square(x: torch.Tensor) -> torch.Tensor:

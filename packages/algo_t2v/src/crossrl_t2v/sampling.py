@@ -68,6 +68,27 @@ def denoise(
     return Path(out.x0, schedule, torch.stack(states, 1), torch.stack(log_probs, 1) if log_probs else None)
 
 
+def random_window(size: int, within: range, *stream: int | str) -> range:
+    """`size` consecutive steps of `within`, each start equally likely; a function of the names `stream`."""
+    starts = len(within) - size + 1
+    start = int(torch.randint(starts, (1,), generator=generator(*stream, "window")))
+    return within[start : start + size]
+
+
+def check_window(size: int, within: range, steps: int) -> None:
+    """Raise `ConfigError` unless `size` steps fit in `within`, and `within` in the steps that can draw noise.
+
+    The last of `steps` cannot: what is decoded is its denoised estimate.
+    """
+    if within.start < 0 or within.stop > steps - 1 or size > len(within):
+        raise ConfigError(
+            f"a window of {size} steps within steps {within.start} to {within.stop - 1} of a schedule of {steps}, "
+            f"whose steps 0 to {steps - 2} can draw noise",
+            where="algorithm.window",
+            fix="make the window smaller, or raise sampling.steps",
+        )
+
+
 def trained_steps(candidates: int, fraction: float) -> int:
     """How many of the steps that draw noise train: int(candidates fraction). Raises `ConfigError` if that is none."""
     count = int(candidates * fraction)
