@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crossrl.cache import HeldSamples
+from crossrl.cache import HeldSamples, TextCache
 from crossrl.errors import WorkerError
 from crossrl.types import Prompt, SampleKey, Trajectory, UpdatePlan
 
@@ -34,3 +34,17 @@ def test_the_held_captions_are_trained_whatever_the_plan_calls_them():
 def test_a_plan_of_another_step_is_refused():
     with pytest.raises(WorkerError, match="step 4"):
         held().share(UpdatePlan(4, 0, (key("a"),), (0.0,), 1))
+
+
+def test_a_text_is_encoded_alone_so_that_its_neighbours_and_a_restart_change_nothing():
+    class Family:
+        calls = []
+
+        def encode_text(self, texts):
+            self.calls.append(list(texts))
+            return {"h": torch.tensor([[float(len(t))] for t in texts])}
+
+    cache = TextCache(Family())
+    assert cache.rows(["a", "bb", "a"])["h"].flatten().tolist() == [1.0, 2.0, 1.0]
+    cache.rows(["bb", "ccc"])
+    assert Family.calls == [["a"], ["bb"], ["ccc"]]

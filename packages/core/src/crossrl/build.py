@@ -8,9 +8,11 @@ from crossrl.config import RunConfig
 from crossrl.data import PromptCursor, load_prompts
 from crossrl.engine import DiffusionEngine
 from crossrl.errors import ConfigError
+from crossrl.linter import advise
 from crossrl.protocols import Algorithm
 from crossrl.registry import require, select
 from crossrl.rewards import RewardSet
+from crossrl.types import Advice
 from crossrl.validation import validated
 
 
@@ -31,15 +33,18 @@ def build_engine(config: RunConfig, device: str) -> DiffusionEngine:
     return engine
 
 
-def check_parts(config: RunConfig) -> None:
-    """Raise before any worker starts for what would fail in one: plug-ins, their options, capabilities, data files."""
+def check_parts(config: RunConfig) -> list[Advice]:
+    """Raise before any worker starts for what would fail in one: plug-ins, their options, capabilities, data files.
+
+    Returns advice on settings that can run but work badly.
+    """
     backend = require("crossrl.backends", config.backend)
     select("crossrl.backends", config.backend)
     require("crossrl.models", config.model.family)  # not imported here: it brings diffusers and transformers
     if "/" in config.model.path and not Path(config.model.path).is_dir():
         raise ConfigError(f"no such folder: {config.model.path}", where="model.path", fix="give a pipeline folder")
     algorithm = build_algorithm(config)
-    algorithm.check(config.sampling, config.batch)
+    advice = advise(config, algorithm)
     if not algorithm.needs.clips:
         PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
     elif config.data.sft is None:
@@ -48,7 +53,7 @@ def check_parts(config: RunConfig) -> None:
     load_prompts(config.data.heldout or config.data.train, config.data.bad_rows)
     can = backend.capabilities
     if can is None:
-        return
+        return advice
     wanted = (
         ("model.family", config.model.family, can.families),
         ("parallel.ulysses", "ulysses" if config.parallel.ulysses > 1 else None, can.parallelism),
@@ -61,3 +66,4 @@ def check_parts(config: RunConfig) -> None:
                 where=key,
                 fix=f"it offers {', '.join(map(str, offered)) or 'none'}; see `crossrl list`",
             )
+    return advice

@@ -29,12 +29,10 @@ class TextCache:
     def rows(self, texts: Sequence[str]) -> Condition:
         """Condition tensors [n, ...] on the host, one row a text; every new text is encoded once."""
         wanted = dict.fromkeys(texts)
-        missing = [t for t in wanted if t not in self._entries]
-        if missing:
-            encoded = self.family.encode_text(missing)
-            for i, text in enumerate(missing):
-                self._entries[text] = entry = {k: t[i].cpu() for k, t in encoded.items()}
-                self._bytes += sum(t.nbytes for t in entry.values())
+        for text in [t for t in wanted if t not in self._entries]:
+            encoded = self.family.encode_text([text])  # alone: in a batch its last bits depend on its neighbours
+            self._entries[text] = entry = {k: t[0].cpu() for k, t in encoded.items()}
+            self._bytes += sum(t.nbytes for t in entry.values())
         for text in wanted:
             self._entries.move_to_end(text)
         rows = [self._entries[t] for t in texts]

@@ -35,7 +35,7 @@ class Checkpoints:
     def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
         self.folder, self.keep = Path(run_dir).resolve() / "checkpoints", keep
 
-    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any], spare: Path | None = None) -> Path:
         """`begin`, `write(folder)`, `publish`; whatever fails is a `CheckpointError` and leaves the others intact."""
         tmp = self.begin(step)
         try:
@@ -46,7 +46,7 @@ class Checkpoints:
         except Exception as error:  # writers fail in many ways (OSError, SafetensorError, RayTaskError ...)
             log.debug("writing %s failed", tmp, exc_info=True)
             raise self._failure(tmp, error) from error
-        return self.publish(tmp, step, state)
+        return self.publish(tmp, step, state, spare)
 
     def begin(self, step: int) -> Path:
         """A new folder to write into; `CheckpointError` at once if the last checkpoint's size is no longer free."""
@@ -61,8 +61,11 @@ class Checkpoints:
             raise self._failure(tmp, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
         return tmp
 
-    def publish(self, tmp: Path, step: int, state: dict[str, Any]) -> Path:
-        """Make what was written into `tmp` the checkpoint of `step`; `state` is plain JSON. Then prune to `keep`."""
+    def publish(self, tmp: Path, step: int, state: dict[str, Any], spare: Path | None = None) -> Path:
+        """Make what was written into `tmp` the checkpoint of `step`; `state` is plain JSON.
+
+        Then prune to the newest `keep`, and `spare`.
+        """
         final = self.folder / f"step-{step:08d}"
         try:
             manifest.seal(tmp, step, state)
@@ -78,7 +81,7 @@ class Checkpoints:
         except OSError as error:
             raise self._failure(tmp, error) from error
         manifest.check(final, manifest.read(final), hashes=False)  # the hashes were just read from the same files
-        self._prune(final)
+        self._prune(final, spare)
         return final
 
     def published(self) -> list[Path]:
@@ -146,9 +149,11 @@ class Checkpoints:
         (self.folder / "LATEST").unlink(missing_ok=True)
         log.warning("moved %d checkpoints that this run does not continue to %s", len(paths), aside)
 
-    def _prune(self, newest: Path) -> None:
-        """Delete all but the newest `keep`, each renamed first so that no half-deleted one is ever found."""
+    def _prune(self, newest: Path, spare: Path | None) -> None:
+        """Delete all but the newest `keep` and `spare`, each renamed first: no half-deleted one is ever found."""
         for path in [p for p in self.published() if p != newest][: -(self.keep - 1) or None]:
+            if path == spare:
+                continue
             path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
         clean(self.folder)
 

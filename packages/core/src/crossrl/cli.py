@@ -7,11 +7,14 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crossrl.errors import CrossRLError
+
+if TYPE_CHECKING:
+    from crossrl.launch import Job
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,13 +82,22 @@ def doctor() -> None:
 
 
 @app.command()
-def check(config: Config, overrides: Overrides = None) -> None:
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    gate: Annotated[bool, typer.Option("--gate", help="Also load the model and pass the start-up gate here.")] = False,
+) -> None:
     """Validate a config with its overrides, plug-ins and data files, and show the verl command it stands for."""
     from crossrl.launch import prepare
 
     job = prepare(config, overrides or [])
     typer.echo(job.run.model_dump_json(indent=2))
     typer.echo(f"workers: {job.workers}\n\n" + " \\\n  ".join(job.command))
+    _show_advice(job)
+    if gate:
+        from crossrl.single import gate_config
+
+        gate_config(job.run)
 
 
 @app.command()
@@ -97,6 +109,7 @@ def run(config: Config, overrides: Overrides = None) -> None:
     from crossrl.launch import prepare, start
 
     job = prepare(config, overrides or [])
+    _show_advice(job)
     typer.echo(f"{job.run.algorithm['name']} on {job.run.backend}, {job.workers} worker(s) -> {job.run.run_dir}")
     raise typer.Exit(start(job, typer.echo))
 
@@ -105,6 +118,11 @@ def run(config: Config, overrides: Overrides = None) -> None:
 def sft(config: Config, overrides: Overrides = None) -> None:
     """Supervised flow matching on captioned videos (`data.sft`), on the same backend, model and config as RL."""
     run(config, ["algorithm=flow_matching", *(overrides or [])])
+
+
+def _show_advice(job: Job) -> None:
+    for advice in job.advice:
+        typer.secho(str(advice), fg=typer.colors.YELLOW, err=True)
 
 
 @app.command("eval")

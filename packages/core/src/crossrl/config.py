@@ -9,20 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from crossrl.errors import ConfigError
+from crossrl.guard import GuardConfig
+from crossrl.section import PositiveInt, Section, merged
 
-PositiveInt = Annotated[int, Field(ge=1)]
 FilePath = Annotated[str, AfterValidator(lambda p: str(Path(p).absolute()) if "/" in p and Path(p).exists() else p)]
 """A file, a folder or a known name; made absolute in the driver, since workers may run in another directory."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """A part of the config: unknown keys are refused, values are fixed once validated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Lora(Section):
@@ -77,7 +72,7 @@ class RewardConfig(Section):
     """One reward by its entry-point name; `options` go to its constructor."""
 
     name: str
-    weight: float = 1.0
+    weight: float = 1.0  # 0: computed and logged, never trained on; the guard watches it for reward hacking
     options: dict[str, Any] = {}
 
 
@@ -129,7 +124,7 @@ class Checkpoint(Section):
     """What is kept on disk."""
 
     every: Annotated[int, Field(ge=0)] = 10  # iterations; 0 = only at the end
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # the newest; and the one that the guard would roll back to
 
 
 class RewardRuntime(Section):
@@ -156,6 +151,8 @@ class RunConfig(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     reward_runtime: RewardRuntime = RewardRuntime()
+    guard: GuardConfig = GuardConfig()
+    gate: bool = True  # try engine and rewards before step 1, and refuse to start if they would spoil the training
     steps: PositiveInt = 50
     seed: int = 0
     run_dir: Annotated[str, AfterValidator(lambda p: str(Path(p).absolute()))] = "runs/default"
@@ -171,7 +168,7 @@ class RunConfig(Section):
             values["algorithm"] = {"name": values["algorithm"]}
         presets = values.pop("for_algorithm", {})
         name = values.get("algorithm", {}).get("name")
-        return _merged(presets.get(name, {}), values)
+        return merged(presets.get(name, {}), values)
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
@@ -179,6 +176,8 @@ class RunConfig(Section):
             raise ValueError("algorithm.name is missing")
         if self.optimizer.schedule != "constant" and self.optimizer.total is None:
             raise ValueError(f"optimizer.schedule={self.optimizer.schedule} needs optimizer.total (optimizer steps)")
+        if not any(reward.weight for reward in self.rewards):
+            raise ValueError("every reward has weight 0: there is nothing to train for")
         if self.batch.samples % self.batch.updates:
             raise ValueError(
                 f"batch.updates={self.batch.updates} must divide batch.samples={self.batch.samples}: "
@@ -205,10 +204,3 @@ class RunConfig(Section):
                 where="batch.prompts",
                 fix=f"use a multiple of {dp}, e.g. {dp * max(1, round(self.batch.prompts / dp))}",
             )
-
-
-def _merged(base: Any, over: Any) -> Any:
-    """`base` with the values of `over`, which win, section by section."""
-    if not (isinstance(base, dict) and isinstance(over, dict)):
-        return over
-    return base | {key: _merged(base.get(key), value) for key, value in over.items()}

@@ -42,9 +42,17 @@ class CheckpointError(CrossRLError, RuntimeError):
     """A checkpoint that is missing, damaged or does not fit."""
 
 
+class GuardError(CrossRLError, RuntimeError):
+    """The guard stopped a run that was going wrong; `guard_report.md` in its folder says why."""
+
+
 class DeviceLeakError(CrossRLError, TypeError):
     """A tensor where only plain data may be (batch metadata)."""
 
 
 class WorkerError(CrossRLError, RuntimeError):
     """A worker died or a step could not be finished."""
+
+
+class GateError(WorkerError):
+    """The start-up gate found what would spoil the training."""

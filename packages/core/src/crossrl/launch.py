@@ -27,6 +27,7 @@ from crossrl.config import RunConfig
 from crossrl.console import MARK
 from crossrl.errors import ConfigError
 from crossrl.registry import conf_folders, select
+from crossrl.types import Advice
 from crossrl.validation import validated
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,12 @@ SHORT = {"algorithm": "crossrl.algorithm.name", "workers": "trainer.n_gpus_per_n
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A validated job: what was asked for, and the verl command line that runs it."""
+    """A validated job: what was asked for, the verl command line that runs it, and advice on its settings."""
 
     run: RunConfig
     workers: int
     command: list[str]
+    advice: list[Advice]
 
 
 def known_configs() -> dict[str, Path]:
@@ -61,9 +63,9 @@ def prepare(config: str, overrides: list[str]) -> Job:
     run = validated(RunConfig, node, source=source, prefix="")
     workers = int(tree.trainer.n_gpus_per_node) * int(tree.trainer.nnodes)
     run.check_world_size(workers)
-    check_parts(run)
+    advice = check_parts(run)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, *hydra_overrides, *_machine(tree, workers)]
-    return Job(run, workers, command)
+    return Job(run, workers, command, advice)
 
 
 def _config_arguments(config: str) -> tuple[list[str], str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossrl.engine import DiffusionEngine
-from crossrl.types import Media, RankStats, RolloutRequest, UpdatePlan
+from crossrl.probe import examine
+from crossrl.types import Media, RankReport, RankStats, RolloutRequest, UpdatePlan
 
 
 class LocalWorkers:
@@ -28,6 +29,10 @@ class LocalWorkers:
     def fetch(self, handle: Media) -> Media:
         """It is here."""
         return handle
+
+    def gate(self, requests: Sequence[RolloutRequest]) -> list[RankReport]:
+        """Try the engine."""
+        return [examine(self.engine, request) for request in requests]
 
     def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
         """Hold captioned clips as samples of `step` (SFT)."""

@@ -18,7 +18,7 @@ from crossrl.config import RunConfig
 from crossrl.data import PromptCursor
 from crossrl.errors import RewardError
 from crossrl.protocols import Algorithm, RewardRuntime, WorkerGroup
-from crossrl.rewards import Scored
+from crossrl.rewards import Scored, labels
 from crossrl.seeds import stream_seed
 from crossrl.types import Advantages, Metrics, Prompt, RankStats, RolloutRequest, SampleKey, Sampling, UpdatePlan
 
@@ -59,7 +59,7 @@ def run_iteration(run: Run, step: int) -> Metrics:
     seconds = {"time/rollout_and_reward_s": seen - start, "time/update_s": time.monotonic() - seen}
     groups_metrics = {f"reward/{name}": value for name, value in advantages.metrics.items()}
     groups_metrics["reward/refilled"] = float(refilled)
-    return rollout_metrics(drawn.scored) | groups_metrics | update_metrics(stats) | seconds
+    return rollout_metrics(drawn.scored, config) | groups_metrics | update_metrics(stats) | seconds
 
 
 @dataclass(slots=True)
@@ -180,16 +180,20 @@ def as_arrays(
     return scores, np.isfinite(scores).all(axis=-1)
 
 
-def rollout_metrics(scored: Sequence[Scored]) -> Metrics:
-    """Means of the rewards' named parts, dropped samples, and the workers' stage seconds (summed over waves)."""
+def rollout_metrics(scored: Sequence[Scored], config: RunConfig) -> Metrics:
+    """Means of each reward and its named parts, of what the videos look like; stage seconds, summed over waves."""
     parts: dict[str, list[float]] = {}
     for row in (row for s in scored for row in s.scores.values() if row is not None):
-        for name, value in ((n, v) for score in row for n, v in score.parts.items()):
-            parts.setdefault(f"reward/{name}", []).append(value)
+        for label, score in zip(labels(config.rewards), row, strict=True):
+            for name, value in {**score.parts, label: score.value}.items():
+                parts.setdefault(f"reward/{name}", []).append(value)
     stats: Metrics = {}
     for name in {n for s in scored for n in s.stats}:
         reduce = max if name.endswith("_bytes") else sum
         stats[f"rollout/{name}"] = reduce(s.stats.get(name, 0.0) for s in scored)
+    sizes = [len(s.scores) for s in scored]
+    for name in scored[0].video:
+        stats[f"video/{name}"] = float(np.average([s.video[name] for s in scored], weights=sizes))
     stats |= {"reward/seconds": sum(s.seconds for s in scored), "reward/failed": sum(len(s.problems) for s in scored)}
     return {name: float(np.mean(values)) for name, values in parts.items()} | stats
 
@@ -209,6 +213,9 @@ def update_metrics(stats: Sequence[Sequence[RankStats]]) -> Metrics:
         out[f"update/first_{name}"] = max(rank.maxima[name] for rank in stats[0])
     for name in stats[0][0].scalars:
         reduce = sum if name.endswith("_s") or name == "skipped" else np.mean
-        out[f"update/{name}"] = float(reduce([ranks[0].scalars[name] for ranks in stats]))
+        values = [ranks[0].scalars[name] for ranks in stats]
+        out[f"update/{name}"] = float(reduce(values))
+        if name == "grad_norm":
+            out["update/grad_norm_max"] = float(np.max(values))  # NaN if one of them is
     out["update/forwards"] = sum(rank.scalars["forwards"] for ranks in stats for rank in ranks)
     return out

@@ -22,6 +22,7 @@ from crossrl.types import (
     Media,
     Observation,
     Prompt,
+    RankReport,
     RankStats,
     RolloutRequest,
     Rows,
@@ -198,6 +199,9 @@ class WorkerGroup(Protocol):
 
     def fetch(self, handle: Any) -> Media:
         """Wait for media and bring them here (pictures for people)."""
+
+    def gate(self, requests: Sequence[RolloutRequest]) -> list[RankReport]:
+        """One request a data-parallel rank: try all ranks' engines, changing nothing; see `crossrl.probe`."""
 
     def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
         """Hold captioned clips as samples of `step`, for supervised algorithms."""

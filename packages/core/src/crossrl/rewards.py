@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from crossrl.config import RewardConfig, RunConfig
 from crossrl.errors import ConfigError, RewardError
+from crossrl.media import statistics
 from crossrl.protocols import Reward
 from crossrl.registry import select
 from crossrl.types import Media, Metrics, Sample, SampleKey, Score
@@ -23,6 +24,7 @@ class Scored:
     scores: dict[SampleKey, tuple[Score, ...] | None]
     problems: list[str] = field(default_factory=list)
     stats: Metrics = field(default_factory=dict)  # the worker's, passed along
+    video: Metrics = field(default_factory=dict)  # what the videos look like: `media.statistics`
     seconds: float = 0.0
 
 
@@ -39,7 +41,7 @@ class RewardSet:
 
     def score(self, media: Media) -> Scored:
         """Score all samples. A sample that any reward cannot score is None, with the reason in `problems`."""
-        out = Scored(scores={}, stats=media.stats)
+        out = Scored(scores={}, stats=media.stats, video=statistics(media.videos))
         for start in range(0, len(media.keys), self.micro):
             keys = media.keys[start : start + self.micro]
             videos = media.videos[start : start + self.micro]
@@ -48,6 +50,12 @@ class RewardSet:
             for key, row in zip(keys, zip(*columns, strict=True), strict=True):
                 out.scores[key] = None if any(s is None for s in row) else row
         return out
+
+
+def labels(rewards: Sequence[RewardConfig]) -> list[str]:
+    """The name of each reward in logs: its own, with a number from the second of that name on."""
+    names = [r.name for r in rewards]
+    return [n if i == names.index(n) else f"{n}_{names[: i + 1].count(n)}" for i, n in enumerate(names)]
 
 
 def _construct(settings: RewardConfig) -> Reward:

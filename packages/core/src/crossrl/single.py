@@ -1,4 +1,4 @@
-"""`eval` and `export`: one engine in this process, no Ray."""
+"""`eval`, `export` and `check --gate`: one engine in this process, no Ray."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from crossrl import env
-from crossrl.build import build_engine
+from crossrl.build import build_algorithm, build_engine
 from crossrl.checkpoint import Checkpoints
 from crossrl.config import RunConfig
-from crossrl.data import load_prompts
+from crossrl.data import PromptCursor, load_prompts
 from crossrl.evaluate import evaluate
+from crossrl.gate import pass_gate
 from crossrl.launch import prepare
 from crossrl.local import LocalWorkers
+from crossrl.loop import Run
 from crossrl.rewards import InlineRewards, RewardSet
 
 
@@ -36,6 +38,15 @@ def export_config(config: str, overrides: list[str], to: Path, slot: str) -> Pat
     workers, _ = _open(run)
     workers.export(to, slot)
     return to
+
+
+def gate_config(run: RunConfig) -> None:
+    """The start-up gate on the weights that `resume` names; raises `GateError`."""
+    workers, _ = _open(run)
+    algorithm, data = build_algorithm(run), None
+    if not algorithm.needs.clips:
+        data = PromptCursor(load_prompts(run.data.train, run.data.bad_rows), run.batch.prompts, run.seed)
+    pass_gate(Run(run, data, workers, InlineRewards(RewardSet.from_config(run)), algorithm))
 
 
 def _open(run: RunConfig) -> tuple[LocalWorkers, str]:

@@ -65,6 +65,9 @@ class Advice:
     seen: str
     fix: str
 
+    def __str__(self) -> str:
+        return f"advice ({self.rule}): {self.key}: {self.seen}\n  -> {self.fix}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -183,6 +186,28 @@ class RankStats:
     sums: Metrics = field(default_factory=dict)
     maxima: Metrics = field(default_factory=dict)
     scalars: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the start-up gate: what was measured, its limit, and what makes it fail with the setting to change."""
+
+    name: str
+    value: float | str
+    limit: float | str
+    status: str  # "ok", "warn", "fail" or "skip"
+    cause: str = ""  # empty if ok
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank found at the start-up gate; `by_sigma`: the ratio at each noise level, `media`: for rewards."""
+
+    checks: list[Check]
+    by_sigma: list[Metrics]
+    media: Any  # None on the further ranks of a sequence-parallel group
+    forwards: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from crossrl.build import check_parts
 from crossrl.config import RunConfig
 from crossrl.errors import ConfigError
 from crossrl.validation import validated
+
+log = logging.getLogger(__name__)
 
 STRATEGY_PREFIX = "crossrl_"
 
@@ -42,7 +45,8 @@ class CrossRLEngineConfig(EngineConfig):
         run = validated(RunConfig, {**settings, "backend": backend}, source="crossrl", prefix="crossrl.")
         run.check_world_size(self.nodes * self.workers_per_node)
         if not (ray.is_initialized() or env.checked()):
-            check_parts(run)
+            for advice in check_parts(run):
+                log.warning("%s", advice)
         object.__setattr__(self, "settings", run.model_dump(mode="json"))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import ray
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name
@@ -13,7 +14,8 @@ from verl.workers.engine_workers import TrainingWorker
 
 from crossrl import env
 from crossrl.local import draw
-from crossrl.types import Media, RankStats, RolloutRequest, UpdatePlan
+from crossrl.probe import examine
+from crossrl.types import Media, RankReport, RankStats, RolloutRequest, UpdatePlan
 
 
 class RLWorker(TrainingWorker):
@@ -43,6 +45,13 @@ class RLWorker(TrainingWorker):
     def update(self, plan: UpdatePlan) -> RankStats:
         """One optimizer step."""
         return self.inner.update(plan)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    def gate(self, request: RolloutRequest) -> RankReport:
+        """Try the engine; the videos stay in the object store, the report has a reference to them."""
+        report = examine(self.inner, request)
+        report.media = None if report.media is None else ray.put(report.media)
+        return report
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_clips(self, step: int, source: str, indices: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from crossrl.config import RunConfig
 from crossrl.errors import WorkerError
 from crossrl.leaks import refuse_tensors
 from crossrl.rewards import RewardSet, Scored
-from crossrl.types import Media, RankStats, RolloutRequest, UpdatePlan
+from crossrl.types import Media, RankReport, RankStats, RolloutRequest, UpdatePlan
 from crossrl.verl.config import CrossRLEngineConfig, CrossRLModelConfig
 from crossrl.verl.worker import RLWorker, TrainingWorkerConfig
 
@@ -55,6 +55,11 @@ class RayWorkers:
     def fetch(self, handle: ray.ObjectRef) -> Media:
         """Bring media to the driver."""
         return self._wait([handle], "rollout")[0]
+
+    def gate(self, requests: Sequence[RolloutRequest]) -> list[RankReport]:
+        """Try all ranks' engines together; a report of every rank."""
+        refuse_tensors(requests, "gate request")
+        return self._wait(self.group.gate([requests[rank] for rank in self.dp_ranks]), "start-up gate")
 
     def load_clips(self, step: int, source: str, indices: Sequence[int]) -> None:
         """Each data-parallel rank holds its share."""
