@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from crossrl.config import RunConfig
+from crossrl.fsdp2.shards import reshard
 from crossrl.protocols import Needs
 from crossrl.types import LossOutput, Prompt, Rows, SampleKey
-from crossrl_veomni import compat
 
 TINY = {
     "patch_size": (1, 2, 2),
@@ -148,7 +148,7 @@ def everything(engine) -> dict[str, torch.Tensor]:
 
 def frozen(engine) -> dict[str, torch.Tensor]:
     """Full weights that do not train."""
-    compat.reshard(engine.module)
+    reshard(engine.module)
     return {n: full(p) for n, p in engine.module.named_parameters() if not p.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""The few places where VeOmni or torch need care: process-wide state, world size 1, recovery after an error."""
+"""The few places where VeOmni needs care: process-wide state and world size 1."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 from veomni.arguments import MixedPrecisionConfig, OpsImplementationConfig
 from veomni.distributed import parallel_state as veomni_state
@@ -18,22 +16,12 @@ from veomni.models import load_model_weights
 from veomni.utils.device import get_device_type
 
 from crossrl.config import Model, Parallel
-from crossrl.errors import ConfigError, WorkerError
+from crossrl.errors import ConfigError
+from crossrl.fsdp2.shards import world_size
 
 _KERNELS = ("rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss", "cross_entropy_loss", "moe")
 
 _state_of: torch.distributed.ProcessGroup | None = None
-
-
-def world_size() -> int:
-    """Ranks of the process group that must exist; raises `WorkerError` without one."""
-    if not torch.distributed.is_initialized():
-        raise WorkerError(
-            "no process group: VeOmni shards over torch.distributed, also in a single process",
-            where="crossrl_veomni",
-            fix="call torch.distributed.init_process_group first (gloo on CPU, with world_size=1 in one process)",
-        )
-    return torch.distributed.get_world_size()
 
 
 def parallel_state(ulysses: int, device: str) -> veomni_state.ParallelState:
@@ -42,7 +30,7 @@ def parallel_state(ulysses: int, device: str) -> veomni_state.ParallelState:
     Raises `ConfigError` if VeOmni uses another device.
     """
     global _state_of
-    kind, world = torch.device(device).type, world_size()
+    kind, world = torch.device(device).type, world_size("VeOmni")
     if kind != get_device_type():
         raise ConfigError(f"VeOmni uses {get_device_type()!r} on this machine, the engine was given {device!r}")
     if _state_of is not torch.distributed.group.WORLD:
@@ -119,58 +107,3 @@ def parallelize(
     if state.fsdp_enabled:
         return build_parallelize_model(module, enable_gradient_checkpointing=False, **options)
     return parallelize_model_fsdp2(module, **options)  # build_parallelize_model refuses meta at world size 1
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Free gathered weights: the root keeps its own after a forward, and would go on using them after an update."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def reset(module: torch.nn.Module) -> None:
-    """Bring FSDP back to rest after an error in forward or backward; gradients under way are lost.
-
-    Raises `WorkerError` where this torch offers no way back.
-    """
-    if not isinstance(module, FSDPModule) or module._get_fsdp_state()._is_root is None:  # None: no forward yet
-        return
-    if not hasattr(module, "reset_iter_state"):
-        raise WorkerError(
-            "a forward or backward failed and this torch cannot reset FSDP",
-            where="crossrl_veomni",
-            fix="restart the worker from its last checkpoint, or use torch >= 2.14",
-        )
-    module.reset_iter_state()
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:  # torch 2.14 forgets these: they would join the next step
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, without autograd; shares memory with it."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like_sharded(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`local` as a tensor that is sharded as `parameter` is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
-def copy_full(full: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Copy `full`, the same on every rank, into a parameter that may be sharded."""
-    if isinstance(parameter, DTensor):
-        full = distribute_tensor(
-            full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(full)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from peft import PeftModel, get_peft_model
+from veomni.checkpoint.dcp_checkpointer import ModelState, OptimizerState
 from veomni.distributed.clip_grad_norm import veomni_clip_grad_norm
 from veomni.distributed.parallel_state import use_parallel_state
 from veomni.models import build_foundation_model
 from veomni.optim import build_optimizer
 
 from crossrl.cache import Condition
-from crossrl.engine import DataParallel, DiffusionEngine
+from crossrl.config import Lora
+from crossrl.engine import DataParallel
 from crossrl.errors import ConfigError
-from crossrl.types import RankStats, Rows, SampleKey
-from crossrl_veomni import attention, compat, lora
-from crossrl_veomni.checkpoint import Checkpointer, check_weights, copy_components, gather, on_rank_zero
+from crossrl.fsdp2 import lora
+from crossrl.fsdp2.checkpoint import check_weights
+from crossrl.fsdp2.engine import Fsdp2Engine
+from crossrl.fsdp2.shards import world_size
+from crossrl_veomni import attention, compat
 from crossrl_veomni.models import family_module
-from crossrl_veomni.slots import WeightSlots
 
 log = logging.getLogger(__name__)
 
 
-class VeOmniEngine(DiffusionEngine):
+class VeOmniEngine(Fsdp2Engine):
     """One rank's part of a model that VeOmni shards. A process group must exist, also in a single process."""
+
+    name = "veomni"
 
     # ---- build -------------------------------------------------------------------------------------------------
 
@@ -46,18 +50,12 @@ class VeOmniEngine(DiffusionEngine):
                 where=str(self.family.folder),
             )
         with compat.quiet():
-            self.config.check_world_size(compat.world_size())
+            self.config.check_world_size(world_size("VeOmni"))
             self.state = compat.parallel_state(parallel.ulysses, self.device)
             with use_parallel_state(self.state):
                 self.module = self._sharded(self._on_meta(folder), folder)
-        self.module.train()
         settings = self.config.optimizer
-        self.optimizer = build_optimizer(self.module, settings.lr, settings.betas, settings.eps, settings.weight_decay)
-        self._slots = WeightSlots(self.module, self.slots, "cpu" if parallel.offload != "none" else self.device)
-        trainable_only = model.lora is not None
-        self._files = Checkpointer(self.module, self.optimizer, self._slots, self.state, trainable_only)
-        if parallel.offload != "none":
-            self.move("cpu", optimizer=parallel.offload == "all")
+        self._finish(build_optimizer(self.module, settings.lr, settings.betas, settings.eps, settings.weight_decay))
         log.info(
             "%s: %d parameters, %d trained, %s, %d-way data parallel x %d-way Ulysses, slots %s",
             folder,
@@ -98,10 +96,10 @@ class VeOmniEngine(DiffusionEngine):
     def _sharded(self, module: torch.nn.Module, folder: Path) -> torch.nn.Module:
         model = self.config.model
         if model.lora is not None:
-            module = lora.wrap(module, model.lora)
+            module = _adapted(module, model.lora)
         module = compat.parallelize(module, folder, model, self.config.parallel, self.state)
         if model.lora is not None:
-            lora.initialise(module, self.config.seed)
+            lora.initialise(module.named_parameters(), self.config.seed)
         return module
 
     @property
@@ -114,72 +112,38 @@ class VeOmniEngine(DiffusionEngine):
 
     def predict(self, x: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
         """Velocity [n, C, F, H, W] fp32; `condition` is named as the network's arguments (`encoder_hidden_states`)."""
-        with use_parallel_state(self.state):
+        with self.in_force():
             return self.module(hidden_states=x, timestep=1000.0 * sigma.float(), **condition)
 
-    def accumulate(
-        self, rows: Rows, keys: Sequence[SampleKey], weights: torch.Tensor, backward: bool = True
-    ) -> RankStats:
-        """As the base class; after an error FSDP is at rest again, without the gradients under way."""
-        try:
-            return super().accumulate(rows, keys, weights, backward)
-        except BaseException:
-            compat.reset(self.module)
-            raise
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulate full gradients on this rank; reduce and shard them at the `last` micro-batch."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
-        with use_parallel_state(self.state):
-            loss.backward()
+    def in_force(self) -> AbstractContextManager[None]:
+        """This engine's meshes as VeOmni's current ones."""
+        return use_parallel_state(self.state)
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Clip by the global norm of all shards; returns it as it was."""
-        with use_parallel_state(self.state):
+        with self.in_force():
             return veomni_clip_grad_norm(self.module, max_norm)
 
-    def slot(self, name: str) -> AbstractContextManager[None]:
-        """See `WeightSlots.use`."""
-        return self._slots.use(name)
+    def states(self, with_optimizer: bool) -> dict[str, object]:
+        """VeOmni's own views of weights and moments."""
+        contents: dict[str, object] = {"model": ModelState(self.module, self.config.model.lora is not None, self.state)}
+        if with_optimizer:
+            contents["optimizer"] = OptimizerState(self.module, self.optimizer, self.state)
+        return contents
 
-    def blend_slot(self, name: str, decay: float) -> None:
-        """See `WeightSlots.blend`."""
-        self._slots.blend(name, decay)
-
-    def move(self, device: str, optimizer: bool) -> None:
-        """Move weights, and moments if `optimizer`; slots wait on the host in any run that offloads."""
-        self.module.to(device)
-        if optimizer:
-            for state in self.optimizer.state.values():
-                state |= {k: v.to(device) for k, v in state.items() if k != "step"}
-        if torch.device(device).type == "cpu" and torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-
-    # ---- files -------------------------------------------------------------------------------------------------
-
-    def save(self, folder: Path) -> None:
-        """Write sharded weights, slots and optimizer to `folder/veomni`."""
-        with self._on_device(optimizer=True):
-            self._files.save(folder / "veomni")
-
-    def load(self, folder: Path) -> None:
-        """Read `folder/veomni`, written at any world size; raises `CheckpointError` if it does not fit."""
-        with self._on_device(optimizer=True):
-            self._files.load(folder / "veomni")
-
-    def export(self, folder: Path, slot: str = "policy") -> None:
-        """Write a diffusers pipeline to `folder`: `transformer/` in fp32 and copies of all other components.
-
-        With LoRA the adapter is merged into `transformer/` and also written alone, for PEFT, to `transformer_lora/`.
-        """
-        with self._on_device(optimizer=False), self.slot(slot):
-            weights = gather(self.module)
-            on_rank_zero(lambda: self._write(folder, weights))  # in here: on a host `weights` may be the live ones
-
-    def _write(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        copy_components(self.family.folder, folder, without="transformer")
-        if self.config.model.lora is not None:
-            lora.save_adapter(self.module, weights, folder / "transformer_lora")
-            weights = lora.merged(self.module, weights)
+    def write_transformer(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
+        """See the base class."""
+        settings = self.config.model.lora
+        if settings is not None:
+            weights = {name.removeprefix(lora.PREFIX): value for name, value in weights.items()}
+            lora.save_adapter(weights, settings, folder / "transformer_lora")
+            weights = lora.merged(weights, settings)
         self.models.to_diffusers(self._network, weights).save_pretrained(folder / "transformer")
+
+
+def _adapted(module: torch.nn.Module, settings: Lora) -> PeftModel:
+    """`module` (on meta) with an adapter on every target; only the adapter trains."""
+    try:
+        return get_peft_model(module, lora.adapter_config(settings))
+    except ValueError as error:
+        raise ConfigError(str(error), where="model.lora.targets") from error

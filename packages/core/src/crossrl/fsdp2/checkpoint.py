@@ -5,59 +5,97 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from veomni.checkpoint.dcp_checkpointer import ModelState, OptimizerState
-from veomni.distributed.parallel_state import ParallelState
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from crossrl.errors import CheckpointError
-from crossrl_veomni.slots import WeightSlots
+from crossrl.fsdp2.slots import WeightSlots
 
 
-def check_weights(folder: Path, expected: Mapping[str, torch.Size], partial: bool) -> None:
-    """Raise `CheckpointError` unless the safetensors in `folder` hold exactly the `expected` names and shapes.
-
-    VeOmni draws weights that are missing at random and drops those that it does not know. `partial` allows further
-    blocks in the files (a model cut to its first layers).
-    """
+def shapes(folder: Path) -> dict[str, torch.Size]:
+    """Name -> shape of every tensor in the safetensors of `folder`; raises `CheckpointError` if there are none."""
     found: dict[str, torch.Size] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if not found:
         raise CheckpointError("no safetensors weights", where=str(folder))
+    return found
+
+
+def check_shapes(
+    found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], where: str, partial: bool = False
+) -> None:
+    """Raise `CheckpointError`, naming each, for missing, unexpected and wrong-shaped tensors.
+
+    `partial` allows further blocks (a model cut to its first layers).
+    """
     problems = [f"missing {n}" for n in expected if n not in found]
     problems += [f"{n} is {tuple(found[n])}, not {tuple(s)}" for n, s in expected.items() if found.get(n, s) != s]
     problems += [f"unexpected {n}" for n in found if n not in expected and not (partial and n.startswith("blocks."))]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError("; ".join(problems[:5]) + more, where=str(folder), fix="convert or download it again")
+        raise CheckpointError("; ".join(problems[:5]) + more, where=where, fix="convert or download it again")
+
+
+def check_weights(folder: Path, expected: Mapping[str, torch.Size], partial: bool) -> None:
+    """`check_shapes` of the safetensors in `folder`: loaders draw what is missing at random and drop the unknown."""
+    check_shapes(shapes(folder), expected, str(folder), partial)
+
+
+class TrainedWeights:
+    """The trainable weights of `module` for DCP, under their plain names (frozen ones are read from the model)."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors."""
+        return get_model_state_dict(self.module, options=StateDictOptions(ignore_frozen_params=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state`; DCP has checked that it is complete."""
+        set_model_state_dict(self.module, state, options=StateDictOptions(strict=False))
+
+
+class Moments:
+    """The state of `optimizer` for DCP, under the weights' names."""
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors; an optimizer that has not stepped gets a state of zeros."""
+        return get_optimizer_state_dict(self.module, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state`."""
+        set_optimizer_state_dict(self.module, self.optimizer, state)
+
+
+States = Callable[[bool], dict[str, Any]]
+"""with_optimizer -> what DCP saves or loads: "model" and, if asked, "optimizer"."""
 
 
 class Checkpointer:
-    """Sharded state of one engine: trainable weights or all of them, the slots, the optimizer once it has stepped."""
+    """Sharded state of one engine: `states`, the slots, and the optimizer once it has stepped."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        slots: WeightSlots,
-        state: ParallelState,
-        trainable_only: bool,
-    ) -> None:
-        self.module, self.optimizer, self.slots, self.state = module, optimizer, slots, state
-        self.trainable_only = trainable_only
+    def __init__(self, states: States, optimizer: torch.optim.Optimizer, slots: WeightSlots) -> None:
+        self.states, self.optimizer, self.slots = states, optimizer, slots
 
-    def _contents(self, with_optimizer: bool) -> dict[str, object]:
-        contents = {"model": ModelState(self.module, self.trainable_only, self.state)}
-        contents |= {f"slot_{name}": tensors for name, tensors in self.slots.state().items()}
-        if with_optimizer:
-            contents["optimizer"] = OptimizerState(self.module, self.optimizer, self.state)
-        return contents
+    def _contents(self, with_optimizer: bool) -> dict[str, Any]:
+        return self.states(with_optimizer) | {f"slot_{name}": t for name, t in self.slots.state().items()}
 
     def save(self, folder: Path) -> None:
         """Write `folder`; all ranks together."""
@@ -89,7 +127,7 @@ def gather(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def on_rank_zero(action: Callable[[], None]) -> None:
+def on_rank_zero(action: Callable[[], object]) -> None:
     """Run `action` on rank 0 while the others wait; what it raises is raised on all as `CheckpointError`."""
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from crossrl.errors import WorkerError
-from crossrl_veomni.compat import like_sharded, local_shard, reset, reshard
+from crossrl.fsdp2.shards import like_sharded, local_shard, reset, reshard
 
 
 class WeightSlots:

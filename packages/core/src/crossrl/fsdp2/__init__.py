@@ -1,0 +1,1 @@
+"""What all backends on torch's FSDP2 share: weight slots, sharded checkpoints, LoRA and the engine's base."""
