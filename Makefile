@@ -12,7 +12,7 @@ demo: $(VENV)/.installed  ## post-train the tiny text-to-video model and show th
 
 test: $(VENV)/.installed  ## everything that a machine without an accelerator can test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: $(VENV)/.installed  ## framework overhead and scaling, as JSON
 	$(BIN)/python -m tests.bench.iteration --scaling $(ARGS)
