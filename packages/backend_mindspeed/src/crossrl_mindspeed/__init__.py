@@ -1,15 +1,20 @@
-"""MindSpeed-MM behind CrossRL's Backend contract."""
+"""MindSpeed-MM (its native FSDP2 route) behind CrossRL's Backend contract."""
 
-from crossrl.protocols import Plugin
-
-
-def _not_yet() -> str:
-    return "not yet: the MindSpeed-MM backend has no engine in this release; use backend=veomni"
-
+from crossrl.protocols import Capabilities, Plugin
+from crossrl_mindspeed.source import obstacle
 
 plugin = Plugin(
     name="mindspeed",
-    summary="MindSpeed-MM (native FSDP2 route): announced, not in this release",
+    summary="MindSpeed-MM (native FSDP2 route, from source): Ulysses, LoRA, sharded checkpoints; NPU and CPU",
     target="crossrl_mindspeed.backend:backend",
-    available=_not_yet,
+    requires=("diffusers>=0.38", "peft>=0.17", "transformers>=4.57", "einops", "tqdm"),
+    capabilities=Capabilities(
+        families=("wan",),
+        kinds=("diffusion",),
+        devices=("cpu", "cuda", "npu"),
+        parallelism=("fsdp2", "ulysses"),
+        lora=True,
+        export=("diffusers",),
+    ),
+    available=obstacle,
 )

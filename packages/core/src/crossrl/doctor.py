@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from crossrl.registry import status
 
@@ -14,6 +15,10 @@ TIMEOUT_S = 120
 DEVICES = (
     "import torch; a = torch.accelerator.current_accelerator(check_available=True); "
     "print(f'{torch.accelerator.device_count()} x {a}' if a else 'none: jobs run on the CPU (VERL_PLATFORM=cpu)')"
+)
+NO_CANN = (
+    "torch-npu is installed, and torch does not start with it: are CANN's libraries there? Source its set_env.sh, or "
+    "uninstall torch-npu; TORCH_DEVICE_BACKEND_AUTOLOAD=0 starts torch without it"
 )
 LOAD = "import sys; from crossrl.registry import select; select(*sys.argv[1:])"
 
@@ -27,6 +32,8 @@ def examine() -> Iterator[tuple[str, bool]]:
             yield f"{name:<14} not installed", True
     ok, text = _child([sys.executable, "-c", DEVICES])
     yield f"accelerators   {text}", ok
+    if not ok and find_spec("torch_npu"):
+        yield f"{'':<14} {NO_CANN}", False
     for row in status():
         if row.state != "ok":
             yield f"{row.group} {row.name}: {row.state}", not row.state.startswith("broken")

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +29,29 @@ def cpu_count() -> int:
 def local_world_size() -> int:
     """`RAY_LOCAL_WORLD_SIZE` (set by verl in its actors) or `LOCAL_WORLD_SIZE` (torchrun): ranks on this machine."""
     return int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def mindspeed_homes() -> dict[str, str]:
+    """`MINDSPEED_MM_HOME`, `MINDSPEED_HOME`: source checkouts, keyed by the package in each ("" = not set)."""
+    return {
+        "mindspeed_mm": os.environ.get("MINDSPEED_MM_HOME", "").strip(),
+        "mindspeed": os.environ.get("MINDSPEED_HOME", "").strip(),
+    }
+
+
+@contextmanager
+def variables(**values: str) -> Iterator[None]:
+    """Within it, these variables are set: for libraries that take arguments from the environment only."""
+    kept = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def verl_platform() -> str:

@@ -1,0 +1,1 @@
+"""Hydra files that let verl's `model_engine=crossrl_mindspeed` compose."""
