@@ -16,8 +16,8 @@ CROSSRL = str(Path(sys.executable).with_name("crossrl"))
 SMALL = ["batch.prompts=4", "batch.samples=8", "batch.updates=2", "eval.samples=1", "checkpoint.every=1", "steps=4"]
 
 
-def start(run_dir, *overrides):
-    command = [CROSSRL, "run", "demo", f"run_dir={run_dir}", *SMALL, *overrides]
+def start(run_dir, *overrides, config="demo"):
+    command = [CROSSRL, "run", config, f"run_dir={run_dir}", *SMALL, *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -44,9 +44,10 @@ def wait_for(run_dir, steps, process):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An uninterrupted run with two workers, and what it printed."""
-    run_dir = tmp_path_factory.mktemp("whole")
-    return run_dir, finish(start(run_dir, "workers=2"))
+    """An uninterrupted run with two workers, from a config file of the user's own, and what it printed."""
+    run_dir, own = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("own") / "my_job.yaml"
+    own.write_text("defaults: [demo, _self_]\n")
+    return run_dir, finish(start(run_dir, "workers=2", config=str(own)))
 
 
 def test_what_a_person_sees(whole):

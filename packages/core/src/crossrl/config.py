@@ -17,6 +17,7 @@ from crossrl.section import PositiveInt, Section, merged
 
 FilePath = Annotated[str, AfterValidator(lambda p: str(Path(p).absolute()) if "/" in p and Path(p).exists() else p)]
 """A file, a folder or a known name; made absolute in the driver, since workers may run in another directory."""
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -93,9 +94,9 @@ class Optimizer(Section):
     """AdamW. `warmup` and `total` count optimizer steps."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-4
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: Annotated[int, Field(ge=0)] = 0
@@ -167,13 +168,15 @@ class RunConfig(Section):
         if isinstance(values.get("algorithm"), str):
             values["algorithm"] = {"name": values["algorithm"]}
         presets = values.pop("for_algorithm", {})
-        name = values.get("algorithm", {}).get("name")
+        if not isinstance(values.get("algorithm"), dict):
+            raise ValueError("algorithm: give a name, e.g. algorithm=dance_grpo")
+        name = values["algorithm"].get("name")
         return merged(presets.get(name, {}), values)
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        if "name" not in self.algorithm:
-            raise ValueError("algorithm.name is missing")
+        if not isinstance(self.algorithm.get("name"), str):
+            raise ValueError("algorithm.name is missing, e.g. algorithm=dance_grpo")
         if self.optimizer.schedule != "constant" and self.optimizer.total is None:
             raise ValueError(f"optimizer.schedule={self.optimizer.schedule} needs optimizer.total (optimizer steps)")
         if not any(reward.weight for reward in self.rewards):

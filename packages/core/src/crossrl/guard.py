@@ -62,6 +62,8 @@ class GuardConfig(Section):
     @classmethod
     def _complete(cls, values: Any) -> Any:
         """A rule of which a job sets one key keeps its others."""
+        if not isinstance(values, dict):
+            raise ValueError("guard is a section: to switch it off, set guard.enabled=false")
         rules = {n: f.default.model_dump() for n, f in cls.model_fields.items() if isinstance(f.default, Rule)}
         return {key: merged(rules.get(key), value) for key, value in dict(values).items()}
 

@@ -61,7 +61,7 @@ def prepare(config: str, overrides: list[str]) -> Job:
     node = OmegaConf.to_container(tree.crossrl, resolve=True)
     node.setdefault("backend", str(tree.model_engine).removeprefix("crossrl_"))
     run = validated(RunConfig, node, source=source, prefix="")
-    workers = int(tree.trainer.n_gpus_per_node) * int(tree.trainer.nnodes)
+    workers = _count(tree, "n_gpus_per_node") * _count(tree, "nnodes")
     run.check_world_size(workers)
     advice = check_parts(run)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, *hydra_overrides, *_machine(tree, workers)]
@@ -73,6 +73,8 @@ def _config_arguments(config: str) -> tuple[list[str], str]:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ConfigError(f"no such config file: {config}", fix="give a path to a YAML file, or a known name")
+        if path.stem in known_configs():  # Hydra would find that one first
+            raise ConfigError(f"{path.stem!r} is the name of a config of CrossRL", where=config, fix="rename the file")
         return [f"--config-dir={path.parent.resolve()}", f"--config-name={path.stem}"], config
     known = known_configs()
     if config not in known:
@@ -114,8 +116,9 @@ def _compose(arguments: list[str], overrides: list[str], source: str) -> Any:
     if verl is None:
         raise ConfigError("verl is not installed", fix="pip install 'verl>=0.9.1,<0.10'")
     folder = Path(next(iter(verl.submodule_search_locations))) / "trainer" / "config"
-    if "config-dir" in options:
-        overrides = [*overrides, f"hydra.searchpath=[file://{options['config-dir']}]"]
+    if "config-dir" in options:  # the main config must lie in the first folder, unlike on verl's command line
+        overrides = [*overrides, f"hydra.searchpath=[file://{folder}]"]
+        folder = Path(options["config-dir"])
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base=None):
@@ -125,6 +128,13 @@ def _compose(arguments: list[str], overrides: list[str], source: str) -> Any:
         if backend:
             select("crossrl.backends", backend.group(1))
         raise ConfigError(str(error).strip().splitlines()[0], where=source) from error
+
+
+def _count(tree: Any, name: str) -> int:
+    value = tree.trainer[name]
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{value!r} is not a number of 1 or more", where=f"trainer.{name}", fix="e.g. workers=2")
+    return value
 
 
 def _machine(tree: Any, workers: int) -> list[str]:
@@ -146,8 +156,13 @@ def start(job: Job, echo) -> int:
     Returns the child's exit status, or 143 / 130 after a signal.
     """
     run_dir = Path(job.run.run_dir)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot be used: {error}", where="run_dir", fix="choose another folder") from error
     (run_dir / "STOP").unlink(missing_ok=True)
+    if job.run.resume == "never" and any((run_dir / "checkpoints").glob("step-*")):
+        echo(f"{run_dir} holds an earlier run: its checkpoints move to checkpoints-aside-*, resume=auto would go on")
     path = run_dir / "logs" / time.strftime("run-%Y%m%d-%H%M%S.log")
     tail: deque[str] = deque(maxlen=400)
     with path.open("w") as logfile:
@@ -170,11 +185,9 @@ def start(job: Job, echo) -> int:
             if found:
                 echo(message.rstrip())
     code = child.wait()
-    if caught:
-        return 128 + caught[0]
-    if code:
+    if code and len(caught) < 2:
         echo(f"the job failed (exit status {code}): {_cause(tail)}\nfull log: {path}")
-    return code
+    return 128 + caught[0] if caught else code
 
 
 def _stop_on_signals(child: subprocess.Popen, run_dir: Path, echo) -> list[int]:
@@ -186,7 +199,7 @@ def _stop_on_signals(child: subprocess.Popen, run_dir: Path, echo) -> list[int]:
             os.killpg(child.pid, signal.SIGKILL)
             return
         (run_dir / "STOP").touch()
-        echo("stopping after this step and saving; once more to stop at once")
+        echo("stopping after the current step (at start-up: the first) and saving; once more to stop at once")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)

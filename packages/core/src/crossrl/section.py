@@ -10,9 +10,9 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """A part of the config: unknown keys are refused, values are fixed once validated."""
+    """A part of the config: unknown keys and infinite or NaN numbers are refused, values are fixed once validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 def merged(base: Any, over: Any) -> Any:
