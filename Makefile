@@ -23,6 +23,7 @@ ablations: $(VENV)/.installed  ## the field's lessons on the toy world, three se
 install: $(VENV)/.installed
 
 $(VENV)/.installed: constraints.txt $(wildcard packages/*/pyproject.toml)
+	@echo "installing into $(VENV): some minutes, several GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch torchvision
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(EDITABLE) -r requirements-dev.txt

@@ -95,7 +95,7 @@ def test_sigterm_saves_and_says_so(tmp_path):
     wait_for(tmp_path, 1, process)
     process.send_signal(signal.SIGTERM)
     out = finish(process, code=128 + signal.SIGTERM)
-    assert "stopping after this step" in out and "resume=auto goes on" in out
+    assert "stopping after the current step" in out and "resume=auto goes on" in out
     last = len(logged(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
 

@@ -6,7 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from crossrl import job as jobs
-from crossrl.errors import CheckpointError, DataError, RewardError
+from crossrl.build import check_resume
+from crossrl.errors import CheckpointError, ConfigError, DataError, RewardError
 from crossrl.evaluate import evaluate
 from crossrl.loop import run_iteration
 from crossrl.types import Prompt, Score
@@ -222,6 +223,20 @@ def test_a_damaged_checkpoint_is_refused_by_name(job, tmp_path):
     again = job("resume=auto", engine=run.workers.engine)
     with pytest.raises(CheckpointError, match=r"engine-00000\.json"):
         jobs.train(again.config, again.workers, again.rewards, again.algorithm, lambda: lambda m, step: None)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_a_worker_starts(job):
+    run = job("steps=1")
+    check_resume(run.config)  # nothing to resume
+    jobs.train(run.config, run.workers, run.rewards, run.algorithm, lambda: lambda m, step: None)
+
+    def resumed(*overrides):
+        return job("resume=auto", *overrides, engine=run.workers.engine).config
+
+    check_resume(resumed("steps=2"))
+    for key, value in (("layers", "1"), ("lora", "{rank: 4, alpha: 8}"), ("ema", "0.9")):
+        with pytest.raises(ConfigError, match=f"model.{key}: the checkpoint .*step-00000001 has model.{key}="):
+            check_resume(resumed(f"model.{key}={value}"))
 
 
 def test_it_learns(job):

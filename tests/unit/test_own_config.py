@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from crossrl.errors import ConfigError
+from crossrl.build import check_parts
+from crossrl.errors import ConfigError, CrossRLError
 from crossrl.launch import prepare
 
 README = Path(__file__).parents[2] / "README.md"
@@ -77,3 +78,16 @@ def test_a_file_must_not_hide_a_shipped_config(tmp_path):
 def test_nonsense_is_refused(override, match):
     with pytest.raises(ConfigError, match=match):
         prepare("demo", [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("model.path=tyo", "'tyo' is no pipeline folder"),
+        ("model.layers=99", "model.layers: 99 of .* layers"),
+        ("video.frames=8", "video.frames: frames=8 is not 1 more than a multiple of 4"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_a_worker_starts(override, match):
+    with pytest.raises(CrossRLError, match=match):
+        check_parts(prepare("demo", [override]).run)

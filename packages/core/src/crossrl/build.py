@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from crossrl.checkpoint import Checkpoints
 from crossrl.config import RunConfig
 from crossrl.data import PromptCursor, load_prompts
 from crossrl.engine import DiffusionEngine
@@ -33,6 +34,21 @@ def build_engine(config: RunConfig, device: str) -> DiffusionEngine:
     return engine
 
 
+def check_resume(config: RunConfig) -> None:
+    """Raise `ConfigError` if the checkpoint that `resume` names is of another model than the config's."""
+    folder = Checkpoints(config.run_dir).latest() if config.resume in ("auto", "latest_valid") else Path(config.resume)
+    if config.resume == "never" or folder is None:
+        return
+    saved, model = Checkpoints(config.run_dir).state(folder)["config"]["model"], config.model.model_dump(mode="json")
+    for key in ("family", "layers", "lora", "ema"):
+        if saved[key] != model[key] and (key != "ema" or None in (saved[key], model[key])):
+            raise ConfigError(
+                f"the checkpoint {folder} has model.{key}={saved[key]}, this job {model[key]}",
+                where=f"model.{key}",
+                fix="set it as it was, or start anew in another run_dir",
+            )
+
+
 def check_parts(config: RunConfig) -> list[Advice]:
     """Raise before any worker starts for what would fail in one: plug-ins, their options, capabilities, data files.
 
@@ -40,15 +56,14 @@ def check_parts(config: RunConfig) -> list[Advice]:
     """
     backend = require("crossrl.backends", config.backend)
     select("crossrl.backends", config.backend)
-    require("crossrl.models", config.model.family)  # not imported here: it brings diffusers and transformers
-    if "/" in config.model.path and not Path(config.model.path).is_dir():
-        raise ConfigError(f"no such folder: {config.model.path}", where="model.path", fix="give a pipeline folder")
+    select("crossrl.models", config.model.family).check(config.model, config.video)
     algorithm = build_algorithm(config)
     advice = advise(config, algorithm)
     if not algorithm.needs.clips:
         PromptCursor(load_prompts(config.data.train, config.data.bad_rows), config.batch.prompts, config.seed)
     elif config.data.sft is None:
         raise ConfigError(f"{config.algorithm['name']} trains on captioned clips", where="data.sft", fix="set data.sft")
+    check_resume(config)
     RewardSet.from_config(config)
     load_prompts(config.data.heldout or config.data.train, config.data.bad_rows)
     can = backend.capabilities

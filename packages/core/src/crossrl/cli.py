@@ -48,7 +48,7 @@ def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Machine-r
     from crossrl.registry import status
 
     rows = status()
-    configs = sorted(known_configs())
+    configs = sorted(known_configs().keys() - {"crossrl"})  # that one is the base that others build on
     if as_json:
         plugins = [
             {

@@ -155,8 +155,8 @@ class RunConfig(Section):
     guard: GuardConfig = GuardConfig()
     gate: bool = True  # try engine and rewards before step 1, and refuse to start if they would spoil the training
     steps: PositiveInt = 50
-    seed: int = 0
-    run_dir: Annotated[str, AfterValidator(lambda p: str(Path(p).absolute()))] = "runs/default"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    run_dir: Annotated[str, Field(min_length=1), AfterValidator(lambda p: str(Path(p).absolute()))] = "runs/default"
     resume: FilePath = "never"  # "never", "auto" (newest checkpoint), "latest_valid" (newest intact one) or a folder
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
 
@@ -188,8 +188,8 @@ class RunConfig(Section):
             )
         if self.batch.refill and not self.algorithm.get("drop_zero_std"):
             raise ValueError("batch.refill replaces dropped groups: it needs algorithm.drop_zero_std=true")
-        if self.resume not in ("never", "auto", "latest_valid") and not Path(self.resume).is_dir():
-            raise ValueError(f"resume={self.resume!r} is neither never, auto nor a checkpoint folder")
+        if self.resume not in ("never", "auto", "latest_valid") and not Path(self.resume, "manifest.json").is_file():
+            raise ValueError(f"resume={self.resume!r} is neither never, auto, latest_valid nor a checkpoint folder")
         return self
 
     def check_world_size(self, world_size: int) -> None:

@@ -34,7 +34,9 @@ def examine() -> Iterator[tuple[str, bool]]:
     yield f"accelerators   {text}", ok
     if not ok and find_spec("torch_npu"):
         yield f"{'':<14} {NO_CANN}", False
-    for row in status():
+    rows = status()
+    yield f"plug-ins       {len(rows)}, each loaded in a process of its own: some seconds each", True
+    for row in rows:
         if row.state != "ok":
             yield f"{row.group} {row.name}: {row.state}", not row.state.startswith("broken")
             continue

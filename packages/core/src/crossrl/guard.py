@@ -27,7 +27,7 @@ class Rule(Section):
     """What follows once the rule's measure was over `limit` (None: off) in `patience` iterations in a row."""
 
     action: Annotated[Literal["off", "warn", "cut_lr", "rollback", "stop"], _yaml_off]
-    limit: float | None
+    limit: Annotated[float, Field(ge=0)] | None
     patience: PositiveInt
 
 

@@ -21,6 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from crossrl import env
 from crossrl.config import RunConfig
@@ -56,6 +57,7 @@ def prepare(config: str, overrides: list[str]) -> Job:
     from crossrl.build import check_parts
 
     arguments, source = _config_arguments(config)
+    source += " with the command line" if overrides else ""
     hydra_overrides = [_translate(o) for o in overrides]
     tree = _compose(arguments, hydra_overrides, source)
     node = OmegaConf.to_container(tree.crossrl, resolve=True)
@@ -97,11 +99,11 @@ def _translate(override: str) -> str:
         return f"model_engine=crossrl_{value}"
     if key in SHORT:
         return f"++{SHORT[key]}={value}" if key == "algorithm" else f"{SHORT[key]}={value}"
-    if root in RunConfig.model_fields:
+    if root in RunConfig.model_fields or root == "for_algorithm":
         return f"++crossrl.{bare}={value}"
     if root in ("trainer", "ray_kwargs", "model_engine", "crossrl", "global_profiler", "transfer_queue", "hydra"):
         return override
-    candidates = [*RunConfig.model_fields, *SHORT, "backend", "trainer", "ray_kwargs"]
+    candidates = dict.fromkeys([*RunConfig.model_fields, *SHORT, "trainer", "ray_kwargs"])
     near = difflib.get_close_matches(root, candidates, n=1)
     raise ConfigError(
         f"unknown key {bare!r}",
@@ -123,11 +125,11 @@ def _compose(arguments: list[str], overrides: list[str], source: str) -> Any:
     try:
         with initialize_config_dir(str(folder), version_base=None):
             return compose(options["config-name"], overrides)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         backend = re.search(r"model_engine/crossrl_(\w+)", str(error))
         if backend:
             select("crossrl.backends", backend.group(1))
-        raise ConfigError(str(error).strip().splitlines()[0], where=source) from error
+        raise ConfigError(" ".join(str(error).split()), where=source) from error
 
 
 def _count(tree: Any, name: str) -> int:

@@ -38,7 +38,7 @@ from crossrl.types import (
 if TYPE_CHECKING:
     import torch
 
-    from crossrl.config import Batch, SamplingConfig
+    from crossrl.config import Batch, Model, SamplingConfig, Video
     from crossrl.rewards import Scored
 
 API_VERSION = 1
@@ -142,6 +142,10 @@ class ModelFamily(Protocol):
 
     def to(self, device: str) -> None:
         """Move the text encoder and the VAE."""
+
+    @classmethod
+    def check(cls, model: Model, video: Video) -> None:
+        """Raise, before any worker starts and without loading a weight, for a folder or a size that cannot be."""
 
     @classmethod
     def open(cls, path: str, dtype: str) -> ModelFamily:

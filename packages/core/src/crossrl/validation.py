@@ -11,8 +11,9 @@ from crossrl.errors import ConfigError
 
 
 def _suggest(key: str, model: type[BaseModel] | None) -> str:
-    near = difflib.get_close_matches(key, model.model_fields if model else (), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    known = list(model.model_fields) if model else []
+    near = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else f" (known: {', '.join(known)})" if known else ""
 
 
 def _section_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
@@ -46,4 +47,4 @@ def validated(model: type[BaseModel], values: Any, *, source: str, prefix: str =
                 text = f"{key or 'config'}: {problem['msg'].removeprefix('Value error, ')}"
                 text += got if loc and len(got) < 80 else ""
             lines.append(text)
-        raise ConfigError("; ".join(lines), where=source, fix="see `crossrl check --help`") from None
+        raise ConfigError("; ".join(lines), where=source, fix="`crossrl check demo` shows every key of a job") from None

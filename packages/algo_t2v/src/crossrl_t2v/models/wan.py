@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, UMT5EncoderModel
 
+from crossrl.config import Model, Video
 from crossrl.errors import ConfigError, DataError
 from crossrl_t2v.toy import MODEL_FOLDER
+
+if TYPE_CHECKING:  # the driver checks a config with this class, and can do without their seconds of import
+    from diffusers import AutoencoderKLWan
+    from transformers import AutoTokenizer, UMT5EncoderModel
 
 MAX_TEXT_TOKENS = 512  # Wan was trained with this many; its tokenizer states no limit of its own
 
@@ -33,8 +34,16 @@ class WanFamily:
     ) -> None:
         self.folder, self.tokenizer = folder, tokenizer
         self.text_encoder, self.vae = text_encoder.eval().requires_grad_(False), vae.eval().requires_grad_(False)
-        self.patch = json.loads((folder / "transformer" / "config.json").read_text())["patch_size"]
         self.to("cpu")
+
+    @classmethod
+    def check(cls, model: Model, video: Video) -> None:
+        """Raise for a folder, a number of layers or a video size that cannot be; reads its JSON files only."""
+        folder = _pipeline_folder(model.path)
+        _latent_shape(folder, video.frames, video.height, video.width)
+        layers = _config(folder, "transformer")["num_layers"]
+        if model.layers is not None and model.layers > layers:
+            raise ConfigError(f"{model.layers} of {layers} layers", where="model.layers", fix=f"at most {layers}")
 
     @classmethod
     def open(cls, path: str, dtype: str) -> WanFamily:
@@ -43,19 +52,10 @@ class WanFamily:
         `dtype` ("float32" or "bfloat16") is the text encoder's; the VAE stays in fp32, as diffusers advises for Wan.
         Raises `DataError` for a missing or damaged component or missing weights, `ConfigError` for a two-expert model.
         """
-        folder = MODEL_FOLDER if path == "toy" else Path(path)
-        fix = "give a Wan text-to-video pipeline folder in diffusers' layout, on this machine"
-        if not (folder / "model_index.json").is_file():
-            raise DataError(f"{path!r} is no diffusers pipeline folder: model_index.json is missing", fix=fix)
-        if (folder / "transformer_2").exists():
-            raise ConfigError(
-                "models with two experts (transformer_2, Wan2.2-A14B) cannot be trained yet",
-                where="model.path",
-                fix="use a Wan2.1 text-to-video model or Wan2.2-TI2V-5B",
-            )
-        for name in ("tokenizer", "text_encoder", "vae", "transformer"):
-            if not (folder / name).is_dir():
-                raise DataError(f"component {name!r} is missing", where=str(folder), fix=fix)
+        from diffusers import AutoencoderKLWan
+        from transformers import AutoTokenizer, UMT5EncoderModel
+
+        folder = _pipeline_folder(path)
         tokenizer = _load(AutoTokenizer, folder / "tokenizer", trust_remote_code=False)
         text_encoder = _load_model(UMT5EncoderModel, folder / "text_encoder", dtype=getattr(torch, dtype))
         vae = _load_model(AutoencoderKLWan, folder / "vae", torch_dtype=torch.float32)
@@ -80,10 +80,13 @@ class WanFamily:
         The same as `WanPipeline.encode_prompt`, except that a prompt of more than L tokens is a `DataError`: it is
         never cut. L is the tokenizer's limit, at most 512.
         """
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
         limit = min(self.tokenizer.model_max_length, MAX_TEXT_TOKENS)
         tokens = self.tokenizer([prompt_clean(text) for text in texts], padding="max_length", max_length=limit)
         for text, mask in zip(texts, tokens.attention_mask, strict=True):
             if len(mask) > limit:
+                text = text if len(text) < 80 else text[:77] + "..."
                 raise DataError(f"prompt of {len(mask)} tokens, at most {limit} fit: {text!r}", fix="shorten it")
         ids = torch.tensor(tokens.input_ids, device=self.text_encoder.device)
         mask = torch.tensor(tokens.attention_mask, device=self.text_encoder.device)
@@ -92,20 +95,7 @@ class WanFamily:
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of a video's latents; raises `ConfigError` for a size that the model cannot make."""
-        time, space = self.vae.config.scale_factor_temporal, self.vae.config.scale_factor_spatial
-        for name, size, rest, step in (
-            ("frames", frames, 1, time * self.patch[0]),
-            ("height", height, 0, space * self.patch[1]),
-            ("width", width, 0, space * self.patch[2]),
-        ):
-            if size % step != rest % step:
-                near = max(rest + step * round((size - rest) / step), rest or step)
-                raise ConfigError(
-                    f"{name}={size} is not {'1 more than ' if rest else ''}a multiple of {step}",
-                    where=f"video.{name}",
-                    fix=f"e.g. {near}",
-                )
-        return self.vae.config.z_dim, 1 + (frames - 1) // time, height // space, width // space
+        return _latent_shape(self.folder, frames, height, width)
 
     def _statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and inverse standard deviation of the latents, [1, C, 1, 1, 1]: the pipeline's own two numbers."""
@@ -127,6 +117,8 @@ class WanFamily:
 
     def _stream(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the decoded frames [n, 3, f, height, width] in [-1, 1] of each latent frame in turn."""
+        from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+
         hidden = self.vae.post_quant_conv(latents)
         cache: list[torch.Tensor | str | None] = [None] * sum(
             isinstance(module, WanCausalConv3d) for module in self.vae.decoder.modules()
@@ -150,6 +142,51 @@ class WanFamily:
         latents = self.vae.encode(pixels).latent_dist.mode()
         mean, inverse_std = self._statistics(latents)
         return ((latents - mean) * inverse_std).float().cpu()
+
+
+def _pipeline_folder(path: str) -> Path:
+    """The folder that `path` names, with all components; `DataError` or `ConfigError` if it is none of a Wan model."""
+    folder = MODEL_FOLDER if path == "toy" else Path(path)
+    fix = "give a Wan text-to-video pipeline folder in diffusers' layout, on this machine; or toy"
+    if not (folder / "model_index.json").is_file():
+        raise DataError(f"{path!r} is no pipeline folder: it has no model_index.json", where="model.path", fix=fix)
+    if (folder / "transformer_2").exists():
+        raise ConfigError(
+            "models with two experts (transformer_2, Wan2.2-A14B) cannot be trained yet",
+            where="model.path",
+            fix="use a Wan2.1 text-to-video model or Wan2.2-TI2V-5B",
+        )
+    for name in ("tokenizer", "text_encoder", "vae", "transformer"):
+        if not (folder / name).is_dir():
+            raise DataError(f"component {name!r} is missing", where=str(folder), fix=fix)
+    return folder
+
+
+def _config(folder: Path, component: str) -> dict[str, Any]:
+    """A component's `config.json`; `DataError` if it cannot be read."""
+    path = folder / component / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), fix="copy the model's folder again") from error
+
+
+def _latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    patch, vae = _config(folder, "transformer")["patch_size"], _config(folder, "vae")
+    time, space = vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8)  # Wan2.1's has neither
+    for name, size, rest, step in (
+        ("frames", frames, 1, time * patch[0]),
+        ("height", height, 0, space * patch[1]),
+        ("width", width, 0, space * patch[2]),
+    ):
+        if size % step != rest % step:
+            near = max(rest + step * round((size - rest) / step), rest or step)
+            raise ConfigError(
+                f"{name}={size} is not {'1 more than ' if rest else ''}a multiple of {step}",
+                where=f"video.{name}",
+                fix=f"e.g. {near}",
+            )
+    return vae["z_dim"], 1 + (frames - 1) // time, height // space, width // space
 
 
 def _load(cls: type, folder: Path, **options: Any) -> Any:

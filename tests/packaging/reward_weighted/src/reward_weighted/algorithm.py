@@ -17,7 +17,7 @@ from crossrl_t2v.sampling import denoise
 
 
 class RewardWeighted:
-    """The whole algorithm: six members, no backend, device or Ray in it."""
+    """The whole algorithm: no backend, device or Ray in it."""
 
     class Config(AdvantageOptions):
         """What `algorithm.*` may set, besides the shared options of advantages."""
