@@ -74,4 +74,4 @@ def test_wheels_install_together_and_describe_themselves(wheels, tmp_path):
     assert states["crossrl.backends", "veomni"] == states["crossrl.algorithms", "dance_grpo"] == "ok"
     assert "unavailable: no source of MindSpeed-MM" in states["crossrl.backends", "mindspeed"]
     assert "not yet" in states["crossrl.algorithms", "gui_grpo"]
-    assert {"demo", "crossrl"} <= set(report["configs"])
+    assert {"demo", "toy_base"} <= set(report["configs"])
