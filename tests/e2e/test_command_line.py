@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -98,6 +99,21 @@ def test_sigterm_saves_and_says_so(tmp_path):
     assert "stopping after the current step" in out and "resume=auto goes on" in out
     last = len(logged(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.faults
+def test_a_worker_that_is_killed_ends_the_run_with_the_cause_and_leaves_no_process(tmp_path):
+    process = start(tmp_path, "steps=500")
+    wait_for(tmp_path, 1, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    next(p for p in family if p.name().startswith("ray::RLWorker")).kill()
+    out = finish(process, code=1)
+    cause = out[out.index("the job failed") :]
+    assert (
+        "worker RLWorker (pid" in cause and "died" in cause and "resume=auto goes on" in cause and "full log: " in cause
+    )
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert "step 500" not in out and list((tmp_path / "checkpoints").glob("step-*/manifest.json"))
 
 
 @pytest.mark.parametrize(

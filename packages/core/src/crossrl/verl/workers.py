@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,10 +86,18 @@ def wait(refs: list[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
         raise WorkerError(f"{what} did not finish within step_timeout_s={timeout_s:g}", where=what) from error
     except ray.exceptions.RayActorError as error:
         raise WorkerError(
-            f"a worker died during {what}: {error}",
+            _casualty(str(error)),
             where=what,
-            fix="look for an out-of-memory kill above; resume=auto goes on from the last checkpoint",
+            fix="look for an out-of-memory kill in the log; resume=auto goes on from the last checkpoint",
         ) from error
+
+
+def _casualty(text: str) -> str:
+    """Ray's report of a dead actor in a line: who, where, why."""
+    facts = dict(re.findall(r"^\s*(class_name|pid|ip): (.+)$", text, re.MULTILINE))
+    who = "worker {class_name} (pid {pid} on {ip}) died".format_map({"class_name": "?", "pid": "?", "ip": "?"} | facts)
+    why = re.search(r"Worker exit detail: ([^.]*\.)", text)
+    return f"{who}: {why[1] if why else ' '.join(text.split())}"
 
 
 @ray.remote
