@@ -1,5 +1,8 @@
 """The promises of one iteration, on the real engine and the real tiny model, in this process."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from crossrl.build import check_resume
 from crossrl.errors import CheckpointError, ConfigError, DataError, RewardError
 from crossrl.evaluate import evaluate
 from crossrl.loop import run_iteration
+from crossrl.rewards import InlineRewards
 from crossrl.types import Prompt, Score
 
 
@@ -81,6 +85,32 @@ class Faulty:
 
     def score(self, samples):
         return [Score(float("nan") if self.fails(s) else float(s.video.mean()) / 255) for s in samples]
+
+
+class Threaded(InlineRewards):
+    """Scores in a thread, as a reward service does, and takes 0.3 s for it."""
+
+    def __init__(self, rewards):
+        super().__init__(rewards)
+        self.pool = ThreadPoolExecutor(1)
+        score = rewards.rewards[0].score
+        rewards.rewards[0].score = lambda samples: (time.sleep(0.3), score(samples))[1]
+
+    def submit(self, handle):
+        return self.pool.submit(self.rewards.score, handle)
+
+    def collect(self, futures):
+        return [f.result() for f in futures]
+
+
+def test_rewards_are_scored_while_later_samples_are_drawn(job):
+    run = job("batch.rollout_micro=4", "batch.reward_micro=4", "batch.updates=1", "sampling.steps=4")
+    run_iteration(run, 0)
+    assert run_iteration(run, 1)["reward/overlap"] < 0.2  # one after the other
+    run.rewards = Threaded(run.rewards.rewards)
+    metrics = run_iteration(run, 2)
+    assert metrics["reward/overlap"] > 0.5  # all but the last of four waves is hidden
+    assert metrics["time/rollout_and_reward_s"] < metrics["reward/seconds"] + metrics["rollout/denoise_s"]
 
 
 def test_a_nan_reward_never_reaches_the_weights(job):

@@ -59,7 +59,8 @@ def run_iteration(run: Run, step: int) -> Metrics:
     seconds = {"time/rollout_and_reward_s": seen - start, "time/update_s": time.monotonic() - seen}
     groups_metrics = {f"reward/{name}": value for name, value in advantages.metrics.items()}
     groups_metrics["reward/refilled"] = float(refilled)
-    return rollout_metrics(drawn.scored, config) | groups_metrics | update_metrics(stats) | seconds
+    rollout = rollout_metrics(drawn.scored, config, seen - start, run.workers.dp_size)
+    return rollout | groups_metrics | update_metrics(stats) | seconds
 
 
 @dataclass(slots=True)
@@ -180,8 +181,12 @@ def as_arrays(
     return scores, np.isfinite(scores).all(axis=-1)
 
 
-def rollout_metrics(scored: Sequence[Scored], config: RunConfig) -> Metrics:
-    """Means of each reward and its named parts, of what the videos look like; stage seconds, summed over waves."""
+def rollout_metrics(scored: Sequence[Scored], config: RunConfig, seconds: float, dp_size: int) -> Metrics:
+    """Means of each reward and its named parts, of what the videos look like; stage seconds, summed over waves.
+
+    Of the time that drawing and scoring would take one after the other, `seconds` is what they took side by side:
+    `reward/overlap` is the saving over the most that could be saved, 1 if all of the shorter one was hidden.
+    """
     parts: dict[str, list[float]] = {}
     for row in (row for s in scored for row in s.scores.values() if row is not None):
         for label, score in zip(labels(config.rewards), row, strict=True):
@@ -194,6 +199,9 @@ def rollout_metrics(scored: Sequence[Scored], config: RunConfig) -> Metrics:
     sizes = [len(s.scores) for s in scored]
     for name in scored[0].video:
         stats[f"video/{name}"] = float(np.average([s.video[name] for s in scored], weights=sizes))
+    drawing = sum(v for name, v in stats.items() if name.endswith("_s")) / dp_size
+    scoring = sum(s.seconds for s in scored) / config.reward_runtime.workers
+    stats["reward/overlap"] = float(np.clip((drawing + scoring - seconds) / min(drawing, scoring), 0, 1))
     stats |= {"reward/seconds": sum(s.seconds for s in scored), "reward/failed": sum(len(s.problems) for s in scored)}
     return {name: float(np.mean(values)) for name, values in parts.items()} | stats
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class RewardSet:
 
     def score(self, media: Media) -> Scored:
         """Score all samples. A sample that any reward cannot score is None, with the reason in `problems`."""
+        began = time.monotonic()
         out = Scored(scores={}, stats=media.stats, video=statistics(media.videos))
         for start in range(0, len(media.keys), self.micro):
             keys = media.keys[start : start + self.micro]
@@ -49,6 +51,7 @@ class RewardSet:
             columns = [_checked(reward, samples, out.problems) for reward in self.rewards]
             for key, row in zip(keys, zip(*columns, strict=True), strict=True):
                 out.scores[key] = None if any(s is None for s in row) else row
+        out.seconds = time.monotonic() - began
         return out
 
 
