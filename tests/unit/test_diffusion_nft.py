@@ -180,5 +180,10 @@ def test_bad_settings_are_refused_or_advised_against():
     assert advice.rule == "nft_density" and "uniform" in advice.fix
     for good in ({"density": "uniform"}, {"inverse_t": True}):
         assert make(**good).check(SamplingConfig(shift=5.0), Batch()) == []
+    (advice,) = make(density={"name": "last_k", "k": 3}).check(SamplingConfig(steps=8), Batch())
+    assert advice.rule == "nft_density" and "0.38" in advice.seen
+    for good in ({"name": "last_k", "k": 4}, {"name": "range", "high": 0.5}):
+        assert make(density=good).check(SamplingConfig(steps=8), Batch()) == []
+    assert make(density={"name": "last_k", "k": 3}).check(SamplingConfig(steps=8, shift=5.0), Batch()) == []
     with pytest.raises(ConfigError, match="beta"):
         validated(DiffusionNFT.Config, {"beta": 0}, source="test")

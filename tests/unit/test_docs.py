@@ -11,6 +11,7 @@ from crossrl.registry import select
 from crossrl_t2v.flow_grpo import FlowOptions
 from crossrl_t2v.forward_process import ForwardOptions
 from crossrl_t2v.policy_gradient import PolicyGradientOptions
+from tests.bench.ablations import ABLATIONS, table
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHARED = (FlowOptions, ForwardOptions, PolicyGradientOptions)
@@ -41,3 +42,11 @@ def test_the_shared_options_are_documented_with_their_defaults():
     for group in (AdvantageOptions, *SHARED):
         for key, field in group.model_fields.items():
             assert f"`{key}: {shown(field.default)}`" in page
+
+
+def test_the_tables_of_the_lessons_are_those_of_their_runs():
+    page = (DOCS / "lessons/README.md").read_text()
+    for name, variants in ABLATIONS.items():
+        found = json.loads((DOCS / f"lessons/{name}.json").read_text())
+        assert list(found) == list(variants) and all(len(runs) >= 3 for runs in found.values())
+        assert table(found) in page and f"]({name}.png)" in page and (DOCS / f"lessons/{name}.png").exists()

@@ -39,6 +39,11 @@ class Density(Section):
             raise ValueError(f"low={self.low} must be below high={self.high}")
         return self
 
+    def highest(self, steps: int, shift: float) -> float:
+        """The largest sigma that is drawn, for a sampler of `steps` steps with flow `shift`."""
+        u = self.k / steps if self.name == "last_k" else self.high if self.name == "range" else 1.0
+        return shift * u / (1 + (shift - 1) * u) if self.name == "last_k" else u
+
     def draw(self, count: int, schedule: torch.Tensor, stream: torch.Generator) -> torch.Tensor:
         """`count` sigmas [count] in (0, 1]; those of the grid `schedule` [T + 1] without repetition while they last."""
         if self.name in ("grid", "last_k"):

@@ -63,8 +63,18 @@ class DiffusionNFT(ForwardProcess):
         return schedules[self.options.decay]
 
     def check(self, sampling: SamplingConfig, batch: Batch) -> list[Advice]:
-        """Advise against a density of sigma that leaves the last steps without pull."""
+        """Advise against a density of sigma that leaves the last or the first steps without pull."""
         advice = super().check(sampling, batch)
+        highest = self.options.density.highest(sampling.steps, sampling.shift)
+        if highest < 0.4:
+            advice.append(
+                Advice(
+                    "nft_density",
+                    "algorithm.density",
+                    f"no sigma above {highest:.2f} is trained: on the toy world the reward then fell (docs/lessons)",
+                    "algorithm.density=grid or uniform, a larger k or high, or a larger sampling.shift",
+                )
+            )
         if self.options.density.name == "grid" and sampling.shift >= 5 and not self.options.inverse_t:
             advice.append(
                 Advice(
