@@ -27,14 +27,6 @@ def full(pipeline, dtype="float32", **sections):
 
 
 class TestCompute:
-    def test_velocity_equals_diffusers(self, pipeline):
-        engine, model = tiny.build(pipeline), tiny.plain_model(pipeline)
-        x, sigma, condition = tiny.inputs(5)
-        with torch.no_grad():
-            wanted = model(x, 1000 * sigma, **condition, return_dict=False)[0]
-        got = tiny.velocity(engine, rows=5)
-        assert got.dtype == torch.float32 and tiny.relative(got, wanted) < 1e-5
-
     def test_every_gradient_the_norm_and_the_step_equal_diffusers(self, pipeline):
         engine, (rows, keys) = tiny.build(pipeline, optimizer={"lr": 1e-3, "eps": 1e-3}), tiny.training_rows()
         model, loss = reference(pipeline, rows, keys)
@@ -47,27 +39,6 @@ class TestCompute:
         optimizer.step()
         assert engine.optimizer_step()["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         assert tiny.worst(tiny.weights(engine), dict(model.named_parameters())) < 1e-5
-
-    @BOTH
-    @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-    def test_recompute_changes_nothing(self, pipeline, dtype, lora):
-        found = []
-        for on in (False, True):
-            engine = tiny.build(pipeline, model={"dtype": dtype, "lora": lora, "gradient_checkpointing": on})
-            rows, keys = tiny.training_rows()
-            engine.accumulate(rows, keys, even(rows))
-            found.append(tiny.gradients(engine))
-        assert tiny.same(*found) and len(found[0]) == len(engine._slots.parameters)
-
-    @BOTH
-    def test_micro_batches_accumulate_to_the_whole_batch(self, pipeline, dtype):
-        found = []
-        for micro in (8, 3):
-            engine = tiny.build(pipeline, model={"dtype": dtype}, batch={"update_micro": micro}, needs=NEEDS)
-            rows, keys = tiny.training_rows()
-            engine.accumulate(rows, keys, even(rows))
-            found.append(tiny.gradients(engine))
-        assert tiny.worst(*found) < (1e-5 if dtype == "float32" else 5e-2)
 
     def test_bf16_shards_every_block_keeps_fp32_masters_and_is_near_fp32(self, pipeline):
         fp32, bf16 = tiny.build(pipeline), tiny.build(pipeline, model={"dtype": "bfloat16"})
@@ -103,31 +74,6 @@ class TestCompute:
         assert all(torch.equal(tiny.velocity(engine, s), v) for s, v in seen.items())
         assert tiny.same(tiny.everything(engine), state)
 
-    @BOTH
-    def test_an_error_between_micro_batches_leaves_no_gradient_behind(self, pipeline, dtype):
-        engine = tiny.build(pipeline, model={"dtype": dtype}, batch={"update_micro": 4})
-        rows, keys = tiny.training_rows()
-        engine.accumulate(rows, keys, even(rows))
-        wanted = tiny.gradients(engine)
-        bad, _ = tiny.training_rows()
-        bad.targets["target"][5] = torch.nan
-        with pytest.raises(ArithmeticError):
-            engine.accumulate(bad, keys, even(bad))
-        engine.accumulate(rows, keys, even(rows))
-        assert tiny.same(tiny.gradients(engine), wanted)
-
-    @pytest.mark.parametrize("offload", ["params", "all"])
-    def test_offloading_changes_nothing(self, pipeline, offload):
-        found = []
-        for mode in ("none", offload):
-            engine = tiny.build(pipeline, model={"dtype": "bfloat16"}, parallel={"offload": mode}, needs={"old": True})
-            rows, keys = tiny.training_rows()
-            engine.train_rows(rows, keys, even(rows))
-            engine.blend_slot("old", 0.7)
-            engine.train_rows(rows, keys, even(rows))
-            found.append(tiny.everything(engine))
-        assert tiny.same(*found)
-
     def test_fewer_layers(self, pipeline):
         engine, model = tiny.build(pipeline, model={"layers": 2}), tiny.plain_model(pipeline)
         del model.blocks[2:]
@@ -138,25 +84,6 @@ class TestCompute:
 
 
 class TestFiles:
-    @BOTH
-    @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-    def test_save_perturb_load_is_exact_and_training_goes_on_the_same(self, pipeline, dtype, lora, tmp_path):
-        engine = full(pipeline, dtype, model={"lora": lora})
-        tiny.train(engine)
-        engine.save_checkpoint(tmp_path)
-        saved, seen = tiny.everything(engine), tiny.velocity(engine)
-        tiny.train(engine, seed=50)
-        after = tiny.everything(engine)
-        for again in (engine, full(pipeline, dtype, model={"lora": lora}, seed=5)):
-            tiny.velocity(again)  # leaves gathered weights behind, which the load must not leave in use
-            again.load_checkpoint(tmp_path)
-            assert tiny.same(tiny.everything(again), saved) and torch.equal(tiny.velocity(again), seen)
-            tiny.train(again, seed=50)
-            assert tiny.same(tiny.everything(again), after)
-        if lora:
-            size = sum(f.stat().st_size for f in tmp_path.rglob("*.distcp"))
-            assert size < sum(f.stat().st_size for f in (pipeline / "transformer").glob("*.safetensors"))
-
     @BOTH
     def test_mindspeed_mms_own_checkpointer_reads_it(self, pipeline, dtype, tmp_path):
         engine = full(pipeline, dtype)
@@ -297,13 +224,6 @@ class TestManners:
             raise ArithmeticError
         assert modeling.flash_attention is kept
 
-    def test_two_engines_in_one_process_do_not_disturb_each_other(self, pipeline):
-        one, two = tiny.build(pipeline, needs={"old": True}), tiny.build(pipeline, model={"lora": LORA})
-        start = tiny.velocity(two)
-        tiny.train(one)
-        assert torch.equal(tiny.velocity(two), start)
-        assert one.data_parallel.size == 1 and one.data_parallel.primary
-
     def test_what_cannot_run_is_refused(self, pipeline):
         for sections, words in (
             ({"model": {"family": "flux"}}, "model.family"),
@@ -324,19 +244,6 @@ class TestManners:
                 engine.predict(*inputs)
         with pytest.raises(ConfigError, match="'cpu'"):
             compat.check_device(components(), "meta")
-
-    @pytest.mark.parametrize("fault", ["missing", "shape"])
-    def test_weights_that_do_not_fit_are_refused(self, pipeline, tmp_path, fault):
-        from safetensors.torch import load_file, save_file
-
-        tiny.plain_model(pipeline).save_pretrained(tmp_path / "transformer")
-        file = tmp_path / "transformer/diffusion_pytorch_model.safetensors"
-        weights = load_file(file) | {"proj_out.bias": torch.zeros(3)}
-        if fault == "missing":
-            del weights["proj_out.bias"]
-        save_file(weights, file)
-        with pytest.raises(CheckpointError, match=r"missing proj_out.bias|proj_out.bias is \(3,\)"):
-            tiny.build(tmp_path)
 
 
 def test_gradients_that_are_summed_are_found_and_divided(pipeline, monkeypatch):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from crossrl.errors import CheckpointError, ConfigError
 from tests.backend_veomni import tiny
@@ -16,25 +16,6 @@ BOTH = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def build(pipeline, dtype="float32", **sections):
     needs = {"old": True, "reference": True}
     return tiny.build(pipeline, model={"dtype": dtype, "ema": 0.9}, needs=needs, **sections)
-
-
-@BOTH
-def test_save_perturb_load_is_exact_and_training_goes_on_the_same(pipeline, dtype, tmp_path):
-    engine = build(pipeline, dtype)
-    tiny.train(engine)
-    engine.save_checkpoint(tmp_path)
-    saved, seen = tiny.everything(engine), tiny.velocity(engine)
-    tiny.train(engine, seed=50)
-    after = tiny.everything(engine)
-    assert not tiny.same(after, saved)
-    for again in (engine, build(pipeline, dtype)):
-        tiny.velocity(again)  # leaves gathered weights behind, which the load must not leave in use
-        again.load_checkpoint(tmp_path)
-        assert tiny.same(tiny.everything(again), saved)
-        assert torch.equal(tiny.velocity(again), seen)
-        assert again.updates == 2
-        tiny.train(again, seed=50)
-        assert tiny.same(tiny.everything(again), after)
 
 
 @BOTH
@@ -111,20 +92,9 @@ def test_a_file_in_shards_is_read(pipeline, tmp_path):
     assert tiny.same(tiny.weights(tiny.build(tmp_path)), tiny.weights(tiny.build(pipeline)))
 
 
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "empty"])
-def test_weights_that_do_not_fit_are_refused(pipeline, tmp_path, fault):
+def test_a_folder_without_weights_is_refused(pipeline, tmp_path):
     tiny.plain_model(pipeline).save_pretrained(tmp_path / "transformer")
-    file = tmp_path / "transformer/diffusion_pytorch_model.safetensors"
-    weights = load_file(file)
-    if fault == "missing":
-        del weights["blocks.1.attn1.to_q.weight"]
-    elif fault == "unexpected":
-        weights["blocks.3.attn1.to_q.weight"] = torch.zeros(2)
-    elif fault == "shape":
-        weights["proj_out.bias"] = torch.zeros(3)
-    file.unlink()
-    if fault != "empty":
-        save_file(weights, file)
+    (tmp_path / "transformer/diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(CheckpointError):
         tiny.build(tmp_path)
 
