@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PACKAGES := ./packages/core ./packages/backend_veomni ./packages/backend_mindspeed ./packages/algo_t2v ./packages/algo_gui_agent
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 
-.PHONY: demo test bench ablations install toy-assets clean
+.PHONY: demo test bench ablations install toy-assets gui-assets clean
 
 demo: $(VENV)/.installed  ## post-train the tiny text-to-video model and show the result
 	$(BIN)/crossrl run demo $(ARGS)
@@ -35,6 +35,12 @@ toy-assets: $(VENV)/.installed  ## train the toy model's VAE and base again (abo
 	$(BIN)/crossrl sft toy_base seed=0
 	$(BIN)/crossrl export toy_base resume=auto --slot ema --to runs/toy_exported
 	cp -r runs/toy_init/. $(ASSETS)/ && cp runs/toy_exported/transformer/* $(ASSETS)/transformer/
+
+GUI_ASSETS := packages/algo_gui_agent/src/crossrl_gui_agent/assets/tiny
+gui-assets: $(VENV)/.installed  ## build the tiny Qwen3-VL and its warm start again (about three minutes, needs Chromium)
+	$(BIN)/python -m crossrl_gui_agent.tiny.build runs/tiny_init --seed 0
+	$(BIN)/crossrl sft gui_agent model=runs/tiny_init run_dir=runs/tiny_sft
+	mkdir -p $(GUI_ASSETS) && cp runs/tiny_sft/model/* $(GUI_ASSETS)/ && chmod 644 $(GUI_ASSETS)/*
 
 clean:
 	rm -rf $(VENV) runs outputs

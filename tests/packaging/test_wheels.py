@@ -73,5 +73,5 @@ def test_wheels_install_together_and_describe_themselves(wheels, tmp_path):
     states = {(p["group"], p["name"]): p["state"] for p in report["plugins"]}
     assert states["crossrl.backends", "veomni"] == states["crossrl.algorithms", "dance_grpo"] == "ok"
     assert "unavailable: no source of MindSpeed-MM" in states["crossrl.backends", "mindspeed"]
-    assert "not yet" in states["crossrl.algorithms", "gui_grpo"]
-    assert {"demo", "toy_base"} <= set(report["configs"])
+    assert states["crossrl.algorithms", "gui_grpo"] == states["crossrl.jobs", "gui"] == "ok"
+    assert {"demo", "toy_base", "gui_agent"} <= set(report["configs"])

@@ -110,14 +110,19 @@ def run(config: Config, overrides: Overrides = None) -> None:
 
     job = prepare(config, overrides or [])
     _show_advice(job)
-    typer.echo(f"{job.run.algorithm['name']} on {job.run.backend}, {job.workers} worker(s) -> {job.run.run_dir}")
+    typer.echo(f"{job.title}, {job.workers} worker(s) -> {job.run.run_dir}")
     raise typer.Exit(start(job, typer.echo))
 
 
 @app.command()
 def sft(config: Config, overrides: Overrides = None) -> None:
-    """Supervised flow matching on captioned videos (`data.sft`), on the same backend, model and config as RL."""
-    run(config, ["algorithm=flow_matching", *(overrides or [])])
+    """Supervised warm start: flow matching on captioned videos (`data.sft`), or cloning a GUI expert (`gui.sft`)."""
+    from crossrl.launch import kind_of, prepare
+
+    warm_start = kind_of(config).warm_start
+    if warm_start is None:
+        run(config, ["algorithm=flow_matching", *(overrides or [])])
+    warm_start(prepare(config, overrides or []), typer.echo)
 
 
 def _show_advice(job: Job) -> None:

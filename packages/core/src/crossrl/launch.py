@@ -11,15 +11,16 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -27,20 +28,69 @@ from crossrl import env
 from crossrl.config import RunConfig
 from crossrl.console import MARK
 from crossrl.errors import ConfigError
-from crossrl.registry import conf_folders, select
+from crossrl.registry import conf_folders, select, status
 from crossrl.types import Advice
 from crossrl.validation import validated
 
 log = logging.getLogger(__name__)
 
-SHORT = {"algorithm": "crossrl.algorithm.name", "workers": "trainer.n_gpus_per_node"}
+VERLS = ("trainer", "ray_kwargs", "model_engine", "global_profiler", "transfer_queue", "hydra")
+"""verl's keys that may be set for every kind of job."""
+
+
+class Prepared(Protocol):
+    """A validated config: `RunConfig` for a diffusion job, a section of its own for other kinds."""
+
+    run_dir: str
+
+    def model_dump_json(self, *, indent: int) -> str:
+        """All keys."""
+
+
+class Kind(Protocol):
+    """A kind of job, told by the node that its configs have: what a `crossrl.jobs` plug-in's target is."""
+
+    node: str
+    fields: Collection[str]  # of the node: on the command line they need no prefix
+    shortcuts: Mapping[str, str]  # name on the command line -> override, with {} for the value
+    verls: Collection[str]  # verl's keys that matter to it, besides `VERLS`
+
+    def validated(self, tree: DictConfig, source: str, workers: int) -> tuple[Prepared, str, list[Advice]]:
+        """(the node, what it is in a few words, advice); raises `ConfigError` or `PluginError`."""
+
+    warm_start: Callable[[Job, Callable[[str], None]], None] | None  # `crossrl sft`; None: a run of flow_matching
+
+
+class DiffusionKind:
+    """Jobs with a `crossrl:` node."""
+
+    node, fields, verls = "crossrl", (*RunConfig.model_fields, "for_algorithm"), ("crossrl",)
+    shortcuts: ClassVar = {
+        "backend": "model_engine=crossrl_{}",
+        "algorithm": "++crossrl.algorithm.name={}",
+        "workers": "trainer.n_gpus_per_node={}",
+    }
+    warm_start = None
+
+    def validated(self, tree: DictConfig, source: str, workers: int) -> tuple[RunConfig, str, list[Advice]]:
+        """The run, checked with its plug-ins and data."""
+        from crossrl.build import check_parts
+
+        node = OmegaConf.to_container(tree.crossrl, resolve=True)
+        node.setdefault("backend", str(tree.model_engine).removeprefix("crossrl_"))
+        run = validated(RunConfig, node, source=source, prefix="")
+        run.check_world_size(workers)
+        return run, f"{run.algorithm['name']} on {run.backend}", check_parts(run)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A validated job: what was asked for, the verl command line that runs it, and advice on its settings."""
 
-    run: RunConfig
+    kind: Kind
+    run: Prepared
+    title: str
+    tree: DictConfig
     workers: int
     command: list[str]
     advice: list[Advice]
@@ -54,20 +104,22 @@ def known_configs() -> dict[str, Path]:
 
 def prepare(config: str, overrides: list[str]) -> Job:
     """Compose and validate the config; raises `ConfigError` or `PluginError` with file, key and a suggestion."""
-    from crossrl.build import check_parts
-
     arguments, source = _config_arguments(config)
+    kind = kind_of(config)
     source += " with the command line" if overrides else ""
-    hydra_overrides = [_translate(o) for o in overrides]
+    hydra_overrides = [_translate(o, kind) for o in overrides]
     tree = _compose(arguments, hydra_overrides, source)
-    node = OmegaConf.to_container(tree.crossrl, resolve=True)
-    node.setdefault("backend", str(tree.model_engine).removeprefix("crossrl_"))
-    run = validated(RunConfig, node, source=source, prefix="")
     workers = _count(tree, "n_gpus_per_node") * _count(tree, "nnodes")
-    run.check_world_size(workers)
-    advice = check_parts(run)
+    run, title, advice = kind.validated(tree, source, workers)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, *hydra_overrides, *_machine(tree, workers)]
-    return Job(run, workers, command, advice)
+    return Job(kind, run, title, tree, workers, command, advice)
+
+
+def kind_of(config: str) -> Kind:
+    """The kind of job by the node in the config: that of a `crossrl.jobs` plug-in, else a diffusion job."""
+    tree = _compose(_config_arguments(config)[0], [], config)
+    named = [found.name for found in status("crossrl.jobs") if found.name in tree]
+    return select("crossrl.jobs", named[0])() if named else DiffusionKind()
 
 
 def _config_arguments(config: str) -> tuple[list[str], str]:
@@ -88,22 +140,20 @@ def _config_arguments(config: str) -> tuple[list[str], str]:
     return [f"--config-name={config}"], str(known[config].name)
 
 
-def _translate(override: str) -> str:
+def _translate(override: str, kind: Kind) -> str:
     """`backend=x`, `workers=2`, `seed=1`, `batch.prompts=4` are ours; verl's own keys pass through."""
     key, separator, value = override.partition("=")
     if not separator:
         raise ConfigError(f"override {override!r} has no '='", where="command line", fix="write key=value")
+    if key in kind.shortcuts:
+        return kind.shortcuts[key].format(value)
     bare = key.lstrip("+~")
     root = bare.partition(".")[0]
-    if key == "backend":
-        return f"model_engine=crossrl_{value}"
-    if key in SHORT:
-        return f"++{SHORT[key]}={value}" if key == "algorithm" else f"{SHORT[key]}={value}"
-    if root in RunConfig.model_fields or root == "for_algorithm":
-        return f"++crossrl.{bare}={value}"
-    if root in ("trainer", "ray_kwargs", "model_engine", "crossrl", "global_profiler", "transfer_queue", "hydra"):
+    if root in VERLS or root in kind.verls:
         return override
-    candidates = dict.fromkeys([*RunConfig.model_fields, *SHORT, "trainer", "ray_kwargs"])
+    if root in kind.fields:
+        return f"++{kind.node}.{bare}={value}"
+    candidates = dict.fromkeys([*kind.fields, *kind.shortcuts, "trainer", "ray_kwargs"])
     near = difflib.get_close_matches(root, candidates, n=1)
     raise ConfigError(
         f"unknown key {bare!r}",
@@ -163,7 +213,7 @@ def start(job: Job, echo) -> int:
     except OSError as error:
         raise ConfigError(f"cannot be used: {error}", where="run_dir", fix="choose another folder") from error
     (run_dir / "STOP").unlink(missing_ok=True)
-    if job.run.resume == "never" and any((run_dir / "checkpoints").glob("step-*")):
+    if getattr(job.run, "resume", None) == "never" and any((run_dir / "checkpoints").glob("step-*")):
         echo(f"{run_dir} holds an earlier run: its checkpoints move to checkpoints-aside-*, resume=auto would go on")
     path = run_dir / "logs" / time.strftime("run-%Y%m%d-%H%M%S.log")
     tail: deque[str] = deque(maxlen=400)

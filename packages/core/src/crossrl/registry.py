@@ -34,6 +34,7 @@ NOUNS = {
     "crossrl.rewards": "reward",
     "crossrl.data": "data source",
     "crossrl.envs": "environment",
+    "crossrl.jobs": "kind of job",
 }
 GROUPS = tuple(NOUNS)
 
@@ -52,6 +53,9 @@ KNOWN = {
     ("crossrl.algorithms", "dpo"): "crossrl-t2v",
     ("crossrl.algorithms", "flow_matching"): "crossrl-t2v",
     ("crossrl.algorithms", "gui_grpo"): "crossrl-gui-agent",
+    ("crossrl.algorithms", "gigpo"): "crossrl-gui-agent",
+    ("crossrl.envs", "miniwob"): "crossrl-gui-agent",
+    ("crossrl.jobs", "gui"): "crossrl-gui-agent",
     ("crossrl.models", "wan"): "crossrl-t2v",
     ("crossrl.rewards", "toy"): "crossrl-t2v",
     ("crossrl.data", "toy"): "crossrl-t2v",

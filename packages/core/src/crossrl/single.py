@@ -14,6 +14,7 @@ from crossrl.build import build_algorithm, build_engine
 from crossrl.checkpoint import Checkpoints
 from crossrl.config import RunConfig
 from crossrl.data import PromptCursor, load_prompts
+from crossrl.errors import ConfigError
 from crossrl.evaluate import evaluate
 from crossrl.gate import pass_gate
 from crossrl.launch import prepare
@@ -24,7 +25,7 @@ from crossrl.rewards import InlineRewards, RewardSet
 
 def evaluate_config(config: str, overrides: list[str]) -> dict[str, Any]:
     """Held-out evaluation of the configured model or of the checkpoint that `resume` names."""
-    run = prepare(config, overrides).run
+    run = _diffusion(config, overrides)
     workers, source = _open(run)
     prompts = load_prompts(run.data.heldout or run.data.train, run.data.bad_rows)
     weights = "ema" if run.model.ema is not None else "policy"
@@ -34,7 +35,7 @@ def evaluate_config(config: str, overrides: list[str]) -> dict[str, Any]:
 
 def export_config(config: str, overrides: list[str], to: Path, slot: str) -> Path:
     """Write the weights that `resume` names for diffusers."""
-    run = prepare(config, overrides).run
+    run = _diffusion(config, overrides)
     workers, _ = _open(run)
     workers.export(to, slot)
     return to
@@ -47,6 +48,17 @@ def gate_config(run: RunConfig) -> None:
     if not algorithm.needs.clips:
         data = PromptCursor(load_prompts(run.data.train, run.data.bad_rows), run.batch.prompts, run.seed)
     pass_gate(Run(run, data, workers, InlineRewards(RewardSet.from_config(run)), algorithm))
+
+
+def _diffusion(config: str, overrides: list[str]) -> RunConfig:
+    job = prepare(config, overrides)
+    if not isinstance(job.run, RunConfig):
+        raise ConfigError(
+            f"{job.title} is no diffusion job",
+            where=config,
+            fix="evaluate it with `crossrl run CONFIG trainer.val_only=true`, export it with verl's model merger",
+        )
+    return job.run
 
 
 def _open(run: RunConfig) -> tuple[LocalWorkers, str]:

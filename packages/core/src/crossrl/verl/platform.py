@@ -6,6 +6,7 @@ import types
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
@@ -18,7 +19,19 @@ class _CpuModule(types.ModuleType):
             return lambda *_, **__: 0
         if name in ("empty_cache", "reset_peak_memory_stats", "ipc_collect", "manual_seed", "manual_seed_all"):
             return lambda *_, **__: None
+        if name == "mem_get_info":
+            return _host_memory
+        if name == "get_device_name":
+            return lambda *_: "cpu"
+        if name in ("get_rng_state", "set_rng_state"):
+            return getattr(torch, name)
         return getattr(torch.cpu, name)
+
+
+def _host_memory(*_: Any) -> tuple[int, int]:
+    """(free, all) bytes of this machine."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -37,9 +50,9 @@ class PlatformCPU(PlatformBase):
         """Never detected by probing: it would win on the CPU-only head node of an accelerator cluster."""
         return False
 
-    def current_device(self) -> int:
-        """The only one."""
-        return 0
+    def current_device(self) -> str:
+        """The only one. By name: to `tensor.to(...)`, which verl calls with it, 0 would mean an accelerator."""
+        return "cpu"
 
     def device_count(self) -> int:
         """One."""

@@ -17,10 +17,17 @@ from crossrl.verl import platform as _platform  # noqa: F401  (registers on impo
 
 log = logging.getLogger(__name__)
 
-_AFTER = {
-    "verl.trainer.ppo.v1": "crossrl.verl.trainer",
-    "verl.workers.engine": "crossrl.verl.engine",
-}
+_AFTER: dict[str, dict[str, str | None]] = {}  # verl's module -> our modules, each with the trainer it registers
+
+
+def load_after(theirs: str, ours: str, trainer: str | None = None) -> None:
+    """Have our module imported right after verl's; `trainer` is the name that it registers one under.
+
+    Also for the `verl.plugins` entries of other packages.
+    """
+    _AFTER.setdefault(theirs, {})[ours] = trainer
+    if theirs in sys.modules:  # imported before the plug-in was
+        importlib.import_module(ours)
 
 
 class _ImportAfter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -49,15 +56,16 @@ class _ImportAfter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         name = module.__spec__.name
         module.__spec__.loader = module.__loader__ = self.inner[name]
         self.inner[name].exec_module(module)
-        try:
-            importlib.import_module(_AFTER[name])
-        except Exception as error:  # whatever broke must surface where the trainer or engine is selected, not here
-            log.exception("CrossRL's %s failed to load", _AFTER[name])
-            if name == "verl.trainer.ppo.v1":
-                _register_broken_trainer(module, error)
+        for ours, trainer in _AFTER[name].items():
+            try:
+                importlib.import_module(ours)
+            except Exception as error:  # whatever broke must surface where trainer or engine is selected, not here
+                log.exception("CrossRL's %s failed to load", ours)
+                if trainer:
+                    _register_broken_trainer(module, trainer, error)
 
 
-def _register_broken_trainer(trainers, cause: Exception) -> None:
+def _register_broken_trainer(trainers, name: str, cause: Exception) -> None:
     class Broken(trainers.PPOTrainer):
         """Stands where CrossRL's trainer should be."""
 
@@ -66,11 +74,10 @@ def _register_broken_trainer(trainers, cause: Exception) -> None:
 
         on_step_end = on_sample_end = None
 
-    trainers.register_trainer("crossrl")(Broken)
+    trainers.register_trainer(name)(Broken)
 
 
 if not any(isinstance(finder, _ImportAfter) for finder in sys.meta_path):
     sys.meta_path.insert(0, _ImportAfter())
-for _name in _AFTER:
-    if _name in sys.modules:  # imported before the plug-in was
-        importlib.import_module(_AFTER[_name])
+load_after("verl.trainer.ppo.v1", "crossrl.verl.trainer", trainer="crossrl")
+load_after("verl.workers.engine", "crossrl.verl.engine")
