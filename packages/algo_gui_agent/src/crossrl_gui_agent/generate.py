@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from crossrl.errors import DataError
+from crossrl_gui_agent.patches import multiply_patches
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 """What an image is made of. A model that could say one would announce an image that is not there."""
@@ -86,6 +87,8 @@ class Generator:
 
     def __init__(self, model: torch.nn.Module, processor: Any) -> None:
         self.model, self.processor = model.eval(), processor
+        if model.device.type == "cpu":
+            multiply_patches(model)
         self.tokenizer = processor.tokenizer
         self.banned = torch.tensor(banned_ids(self.tokenizer), device=model.device)
         self.image_token = processor.image_token_id

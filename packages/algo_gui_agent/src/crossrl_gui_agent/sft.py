@@ -21,6 +21,7 @@ from crossrl_gui_agent.config import GuiConfig, SftConfig
 from crossrl_gui_agent.demos import Demonstration, blurred, collect
 from crossrl_gui_agent.generate import banned_ids
 from crossrl_gui_agent.job import build_world
+from crossrl_gui_agent.patches import multiply_patches
 from crossrl_gui_agent.prompting import Message, Prompter
 from crossrl_gui_agent.seeds import alternating
 
@@ -31,6 +32,7 @@ async def warm_start(gui: GuiConfig, path: str, to: Path, echo: Callable[[str], 
     """Clone the expert of `gui.sft.tasks` with the model at `path`; the folder `to` that the result is written to."""
     torch.set_num_threads(env.cpu_count())
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    multiply_patches(model)
     processor = AutoProcessor.from_pretrained(path)
     codec, world = CODECS[gui.codec], build_world(gui)
     system = gui.system_prompt if gui.system_prompt is not None else codec.system_prompt(world.actions & codec.kinds)
