@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PACKAGES := ./packages/core ./packages/backend_veomni ./packages/backend_mindspeed ./packages/algo_t2v ./packages/algo_gui_agent
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 
-.PHONY: demo test bench ablations install toy-assets gui-assets clean
+.PHONY: demo test bench bench-head ablations install toy-assets gui-assets clean
 
 demo: $(VENV)/.installed  ## post-train the tiny text-to-video model and show the result
 	$(BIN)/crossrl run demo $(ARGS)
@@ -16,6 +16,9 @@ test: $(VENV)/.installed  ## everything that a machine without an accelerator ca
 
 bench: $(VENV)/.installed  ## framework overhead and scaling, as JSON
 	$(BIN)/python -m tests.bench.iteration --scaling $(ARGS)
+
+bench-head: $(VENV)/.installed  ## peak memory and time of the log-prob head beside the others
+	$(BIN)/python -m tests.bench.head $(ARGS)
 
 ablations: $(VENV)/.installed  ## the field's lessons on the toy world, three seeds each: docs/lessons
 	$(BIN)/python -m tests.bench.ablations $(ARGS)

@@ -98,9 +98,9 @@ class GuiAgentLoop(AgentLoopBase):
         held_out = row["held_out"]
         episode = await play(env, player.policy, row["seed"], row["task"], self.gui.max_steps, keep_last=held_out)
         outputs = self._samples(episode, player)
-        if held_out:
+        if held_out and not self.gui.swap_screenshots:
             self.shared.recorder.keep(episode, row["global_steps"])
-        elif self.gui.replay and not episode.stop.blameless:
+        elif self.gui.replay and not held_out and not episode.stop.blameless:
             outputs = self.shared.replayed(row["uid"], self.rollout_config.n, episode, outputs)
         return outputs
 

@@ -30,6 +30,10 @@ from crossrl_gui_agent.verl.worker import CpuPools, GuiWorker
 log = logging.getLogger("crossrl.gui")
 
 
+POLL_S = 0.1
+"""How often a finished rollout is looked for; verl's 2 s are a quarter of a step here."""
+
+
 def _transformers_replica() -> type:
     from crossrl_gui_agent.verl.rollout import TransformersReplica
 
@@ -54,8 +58,9 @@ class GuiTrainer(PPOTrainerSync):
         self.gui: GuiConfig = load_config(config, "gui")
         self.algorithm = build_algorithm(self.gui)
         self.refilled = 0
-        self.report = Report(Path(self.gui.run_dir))
+        self.report = Report(Path(self.gui.run_dir), resumed=config.trainer.resume_mode != "disable")
         super().__init__(config)
+        self.replay_buffer.poll_interval = POLL_S
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -103,7 +108,7 @@ class GuiTrainer(PPOTrainerSync):
 
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()
-        self.report.evaluation(self.global_steps, metrics)
+        self.report.evaluation(self.global_steps, metrics, self.gui.swap_screenshots)
         return metrics
 
     def on_step_end(self) -> None:
