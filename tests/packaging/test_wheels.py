@@ -39,7 +39,16 @@ def wheels(tmp_path_factory):
             "crossrl_mindspeed",
             ["crossrl_mindspeed/py.typed", "crossrl_mindspeed/conf/actor/crossrl_mindspeed_actor.yaml"],
         ),
-        ("crossrl_gui_agent", ["crossrl_gui_agent/py.typed"]),
+        (
+            "crossrl_gui_agent",
+            [
+                "crossrl_gui_agent/py.typed",
+                "crossrl_gui_agent/conf/gui_agent.yaml",
+                "crossrl_gui_agent/envs/miniwob.js",
+                "crossrl_gui_agent/assets/chat_template.jinja",
+                "crossrl_gui_agent/assets/tiny/model.safetensors",
+            ],
+        ),
         (
             "crossrl_t2v",
             [

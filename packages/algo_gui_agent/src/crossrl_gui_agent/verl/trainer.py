@@ -91,7 +91,7 @@ class GuiTrainer(PPOTrainerSync):
         real = [not tag.get("is_padding", False) for tag in batch.tags]
         extra = [getattr(fields, "data", fields) for fields in data["extra_fields"]]
         steps = steps_of(batch.keys, extra, real)
-        metrics.update(rollout_metrics(steps, extra))
+        metrics.update(rollout_metrics(steps, extra, real))
         advantage = self.algorithm.advantages(steps)
         metrics["gui/groups_with_signal"] = len(set(steps.group[advantage != 0])) / len(set(steps.group[real]))
         rows = [
@@ -134,15 +134,16 @@ def steps_of(keys: list[str], extra: list[dict[str, Any]], real: list[bool]) -> 
     )
 
 
-def rollout_metrics(steps: Steps, extra: list[dict[str, Any]]) -> dict[str, float]:
+def rollout_metrics(steps: Steps, extra: list[dict[str, Any]], real: list[bool]) -> dict[str, float]:
     """Fractions of the batch's episodes (`gui/...`): success, stop reasons, replayed; and of its steps: clamped."""
-    first = [i for i in np.unique(steps.episode, return_index=True)[1] if steps.valid[i] or extra[i]["stop"]]
+    first = [i for i in np.unique(steps.episode, return_index=True)[1] if real[i]]
+    extra = [fields if ok else None for fields, ok in zip(extra, real, strict=True)]
     stops = Counter(extra[i]["stop"] for i in first)
     found = {f"gui/stop/{reason}": stops[str(reason)] / len(first) for reason in StopReason}
     found["gui/success"] = found["gui/stop/success"]
     found["gui/steps"] = float(np.mean([extra[i]["reward_extra_info"]["steps"] for i in first]))
     found["gui/env_s"] = float(np.mean([extra[i]["env_s"] for i in first]))
     found["gui/replayed"] = float(np.mean([extra[i]["replayed"] for i in first]))
-    found["gui/clamped"] = float(np.mean([fields["clamped"] for fields in extra]))
-    found["gui/distinct_actions"] = float(len({fields["action"] for fields in extra}))
+    found["gui/clamped"] = float(np.mean([fields["clamped"] for fields in extra if fields]))
+    found["gui/distinct_actions"] = float(len({fields["action"] for fields in extra if fields}))
     return found
