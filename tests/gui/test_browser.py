@@ -13,17 +13,18 @@ from crossrl_gui_agent.actions import Action, Kind
 from crossrl_gui_agent.demos import blurred, expert
 from crossrl_gui_agent.envs import StopReason, play
 from crossrl_gui_agent.envs.miniwob import MiniWob
+from crossrl_gui_agent.envs.pages import Pages
 
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("browser")]
 
 CORNER = Action(Kind.CLICK, x=1000, y=1000)
 
 
-def run(scenario, **options):
+def run(scenario, kind=MiniWob, **options):
     """`await scenario(world)` with a world of its own."""
 
     async def main():
-        world = MiniWob(MiniWob.Config(**({"contexts": 4, "deadline_s": 10} | options)))
+        world = kind(kind.Config(**({"contexts": 4, "deadline_s": 10} | options)))
         try:
             return await asyncio.wait_for(scenario(world), 120)
         finally:
@@ -66,6 +67,42 @@ def test_the_expert_succeeds_by_real_clicks(task, least):
     episodes = run(scenario)
     assert np.mean([e.stop is StopReason.SUCCESS for e in episodes]) >= least
     assert all(e.reward == (e.stop is StopReason.SUCCESS) for e in episodes)
+
+
+@pytest.mark.parametrize("task", ["form", "settings", "shop"])
+def test_own_pages_need_several_steps_and_their_exact_outcome(task):
+    async def hasty(_seen, _episode):  # ends the episode as early as can be
+        return "answer", Action(Kind.TERMINATE, status="success")
+
+    async def scenario(world):
+        assert world.tasks() == ["form", "settings", "shop"]
+        envs = [world.env() for _ in range(12)]
+        played = await asyncio.gather(*(play(e, expert(e, str), s, task, 12) for s, e in enumerate(envs)))
+        again = await play(envs[0], expert(envs[0], str), 0, task, 12)
+        return played, again, await play(world.env(), hasty, 0, task, 12)
+
+    played, again, early = run(scenario, Pages)
+    assert {e.stop for e in played} == {StopReason.SUCCESS}
+    assert min(len(e.steps) for e in played) >= 2
+    both = zip(played[0].steps, again.steps, strict=True)
+    assert all(np.array_equal(pixels(a.screen), pixels(b.screen)) for a, b in both)
+    assert len({e.goal for e in played}) > 4
+    assert early.reward == 0
+
+
+def test_a_form_sent_wrongly_is_a_failure():
+    async def scenario(world):
+        env = world.env()
+
+        async def send(_seen, _episode):
+            await env.oracle()  # takes a tab
+            box = await env.tab.page.evaluate("() => at(document.querySelector('button.main'))")
+            return "answer", Action(Kind.CLICK, x=round(box["x"] / 0.32), y=round(box["y"] / 0.32))
+
+        return await play(env, send, 0, "form", 3)
+
+    episode = run(scenario, Pages)
+    assert (episode.stop, episode.reward) == (StopReason.FAILURE, 0.0)
 
 
 def test_equal_seeds_are_equal_pixels_also_after_other_episodes():

@@ -26,6 +26,13 @@ miniwob = Plugin(
     requires=("miniwob>=1.1", "playwright>=1.50"),
     available=_missing_browser,
 )
+pages = Plugin(
+    name="pages",
+    summary="own pages of several steps: a form, a shop, a settings dialog",
+    target="crossrl_gui_agent.envs.pages:Pages",
+    requires=("playwright>=1.50",),
+    available=_missing_browser,
+)
 gui = Plugin(
     name="gui",
     summary="reinforcement learning of a GUI agent, on verl's own engines",

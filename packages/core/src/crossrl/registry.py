@@ -55,6 +55,7 @@ KNOWN = {
     ("crossrl.algorithms", "gui_grpo"): "crossrl-gui-agent",
     ("crossrl.algorithms", "gigpo"): "crossrl-gui-agent",
     ("crossrl.envs", "miniwob"): "crossrl-gui-agent",
+    ("crossrl.envs", "pages"): "crossrl-gui-agent",
     ("crossrl.jobs", "gui"): "crossrl-gui-agent",
     ("crossrl.models", "wan"): "crossrl-t2v",
     ("crossrl.rewards", "toy"): "crossrl-t2v",
