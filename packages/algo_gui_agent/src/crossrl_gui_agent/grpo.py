@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -13,6 +13,8 @@ from crossrl_gui_agent.credit import Steps, episode_advantages, step_advantages
 
 class GuiGRPO:
     """The return of an episode against its group, the same for each of its steps (GRPO, arXiv 2402.03300)."""
+
+    kind: ClassVar = "gui"  # of job that it is an algorithm for
 
     class Config(Section):
         """Options that `gui.algorithm` may set."""

@@ -29,7 +29,7 @@ class GuiKind:
     """Reinforcement learning of a GUI agent on verl's own engines, trainer and rollout."""
 
     node, fields = "gui", tuple(GuiConfig.model_fields)
-    verls = ("gui", "data", "actor_rollout_ref", "algorithm", "reward")
+    verls = ("data", "actor_rollout_ref", "algorithm", "reward")
     shortcuts = {
         "algorithm": "++gui.algorithm.name={}",
         "backend": "model_engine={}",
@@ -73,7 +73,7 @@ def build_world(gui: GuiConfig) -> World:
 def build_algorithm(gui: GuiConfig) -> Any:
     """The algorithm that `gui.algorithm` names."""
     algorithm = select("crossrl.algorithms", str(gui.algorithm.get("name")))
-    if not hasattr(algorithm, "advantages"):
+    if getattr(algorithm, "kind", None) != "gui":
         raise ConfigError(
             f"{gui.algorithm['name']!r} is no algorithm for a GUI agent", where="gui.algorithm", fix="gui_grpo or gigpo"
         )

@@ -64,7 +64,7 @@ class Kind(Protocol):
 class DiffusionKind:
     """Jobs with a `crossrl:` node."""
 
-    node, fields, verls = "crossrl", (*RunConfig.model_fields, "for_algorithm"), ("crossrl",)
+    node, fields, verls = "crossrl", (*RunConfig.model_fields, "for_algorithm"), ()
     shortcuts: ClassVar = {
         "backend": "model_engine=crossrl_{}",
         "algorithm": "++crossrl.algorithm.name={}",
@@ -149,6 +149,8 @@ def _translate(override: str, kind: Kind) -> str:
         return kind.shortcuts[key].format(value)
     bare = key.lstrip("+~")
     root = bare.partition(".")[0]
+    if root == kind.node:
+        return f"++{bare}={value}"
     if root in VERLS or root in kind.verls:
         return override
     if root in kind.fields:
