@@ -16,9 +16,14 @@ ANSWERS = (CLICK, "no<|im_end|>", CLICK)
 
 @pytest.fixture(scope="module")
 def process_group():
-    if not torch.distributed.is_initialized():
-        with tempfile.NamedTemporaryFile() as store:
-            torch.distributed.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+    """One rank; gone again after these tests, unless it was there before."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    with tempfile.NamedTemporaryFile() as store:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def rows(processor, answers):
