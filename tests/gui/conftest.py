@@ -4,8 +4,6 @@ import pytest
 
 from crossrl_gui_agent.envs.browser import missing_browser
 
-WORLD = None
-
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
@@ -23,7 +21,7 @@ def processor(tiny_folder):
     return AutoProcessor.from_pretrained(tiny_folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def browser():
     """Skips by name where there is none."""
     if reason := missing_browser():

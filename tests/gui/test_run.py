@@ -21,7 +21,7 @@ def crossrl(*arguments):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(tmp_path_factory, browser):
     folder = tmp_path_factory.mktemp("gui")
     return folder, crossrl("run", "gui_agent", f"run_dir={folder}", *SMALL, "trainer.save_freq=2")
 
