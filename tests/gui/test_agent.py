@@ -79,9 +79,9 @@ def test_the_memory_is_bounded_and_forgets_the_oldest(shared, monkeypatch):
 
 
 def fields(stop, turn=0, reward=0.0, shaped=0.0, **more):
-    about = {"steps": 1.0, "success": float(stop == "success")}
+    about = {"steps": 1.0, "success": float(stop == "success"), "env_s": 0.5}
     base = {"turn": turn, "anchor": "x", "step_reward": reward, "episode_return": shaped, "stop": stop}
-    return base | {"reward_extra_info": about, "env_s": 0.5, "replayed": False, "clamped": False, "action": "a"} | more
+    return base | {"reward_extra_info": about, "replayed": False, "clamped": False, "action": "a"} | more
 
 
 def test_keys_of_verl_become_groups_episodes_and_steps():

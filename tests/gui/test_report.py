@@ -56,7 +56,7 @@ def test_a_new_run_in_a_used_folder_loses_nothing(tmp_path):
     report(tmp_path)
     assert report(tmp_path).curves == {"click-test": [(0, 0.2), (1, 0.6)]}
     (aside,) = tmp_path.glob("aside-*")
-    assert (aside / "metrics.jsonl").exists() and (aside / "episodes.html").exists()
+    assert (aside / "history.jsonl").exists() and (aside / "episodes.html").exists()
 
 
 def test_a_swap_test_is_no_point_of_the_curve(tmp_path):

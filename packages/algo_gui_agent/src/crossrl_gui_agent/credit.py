@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FLOAT_NOISE = 1e-6
-"""A group whose standard deviation is below this counts as constant: no signal, advantage exactly 0."""
+from crossrl.advantages import AdvantageOptions, group_advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +31,18 @@ class Steps:
     valid: np.ndarray
 
 
-def normalised(values: np.ndarray, groups: np.ndarray, by_std: bool) -> np.ndarray:
-    """values [m] minus their group's mean, divided by its unbiased standard deviation if `by_std`.
-
-    A group of one, or one without spread, gives exactly 0.
-    """
-    out = np.zeros(len(values))
-    _, place = np.unique(groups, return_inverse=True)
-    for index in range(place.max(initial=-1) + 1):
-        rows = np.flatnonzero(place == index)
-        std = values[rows].std(ddof=1) if len(rows) > 1 else 0.0
-        if std > FLOAT_NOISE:
-            out[rows] = (values[rows] - values[rows].mean()) / (std if by_std else 1.0)
-    return out
+def normalised(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """values [m] as `crossrl.advantages.group_advantages` has them for groups of unequal size; 0 in a group of one."""
+    names, row = np.unique(groups, return_inverse=True)
+    row = row.reshape(-1)
+    column = np.array([np.sum(row[:i] == r) for i, r in enumerate(row)], dtype=int)
+    scores = np.zeros((len(names), column.max(initial=0) + 1, 1))
+    present = np.zeros(scores.shape[:2], dtype=bool)
+    scores[row, column, 0], present[row, column] = values, True
+    return group_advantages(scores, present, (1.0,), AdvantageOptions()).values[row, column]
 
 
-def episode_advantages(steps: Steps, by_std: bool) -> np.ndarray:
+def episode_advantages(steps: Steps) -> np.ndarray:
     """[n]: each step gets its episode's advantage (GRPO, arXiv 2402.03300, on returns of whole episodes).
 
     Every episode counts once in its group's baseline, however many steps it has.
@@ -56,19 +51,20 @@ def episode_advantages(steps: Steps, by_std: bool) -> np.ndarray:
     rows = np.flatnonzero(steps.valid)
     _, first, place = np.unique(steps.episode[rows], return_index=True, return_inverse=True)
     picked = rows[first]
-    out[rows] = normalised(steps.episode_return[picked], steps.group[picked], by_std)[place]
+    out[rows] = normalised(steps.episode_return[picked], steps.group[picked])[place]
     return out
 
 
-def step_advantages(steps: Steps, gamma: float, by_std: bool) -> np.ndarray:
+def step_advantages(steps: Steps, gamma: float) -> np.ndarray:
     """[n]: each step against the other visits of its group to the same screen (GiGPO, arXiv 2505.10978).
 
     Compared are discounted returns from the step on, sum over k of gamma^k r_(t+k).
     """
     out = np.zeros(len(steps.group))
     rows = np.flatnonzero(steps.valid)
-    _, place = np.unique(np.stack([steps.group[rows], steps.anchor[rows]]).astype(str), axis=1, return_inverse=True)
-    out[rows] = normalised(discounted_returns(steps, gamma)[rows], place.reshape(-1), by_std)
+    pairs = np.stack([steps.group[rows], steps.anchor[rows]]).astype(str)
+    _, place = np.unique(pairs, axis=1, return_inverse=True)
+    out[rows] = normalised(discounted_returns(steps, gamma)[rows], place.reshape(-1))
     return out
 
 

@@ -42,15 +42,12 @@ async def collect(
     system: str,
     screenshots: int,
     max_steps: int,
-    seen: Callable[[], None] = lambda: None,
 ) -> list[Demonstration]:
-    """The steps of the expert's successful episodes, in the order of `episodes`; `seen` is called after each."""
+    """The steps of the expert's successful episodes, in the order of `episodes`."""
 
     async def one(task: str, seed: int) -> Episode:
         env = world.env()
-        episode = await play(env, expert(env, render), seed, task, max_steps)
-        seen()
-        return episode
+        return await play(env, expert(env, render), seed, task, max_steps)
 
     played = await asyncio.gather(*(one(task, seed) for task, seed in episodes))
     found: list[Demonstration] = []

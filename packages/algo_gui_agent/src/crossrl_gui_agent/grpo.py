@@ -19,14 +19,12 @@ class GuiGRPO:
     class Config(Section):
         """Options that `gui.algorithm` may set."""
 
-        by_std: bool = True  # divide by the group's standard deviation
-
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def advantages(self, steps: Steps) -> np.ndarray:
         """One advantage a step [n]; 0 for what should not train."""
-        return episode_advantages(steps, self.config.by_std)
+        return episode_advantages(steps)
 
 
 class GiGPO(GuiGRPO):
@@ -40,5 +38,5 @@ class GiGPO(GuiGRPO):
 
     def advantages(self, steps: Steps) -> np.ndarray:
         """One advantage a step [n]; 0 for what should not train."""
-        within = step_advantages(steps, self.config.gamma, self.config.by_std)
+        within = step_advantages(steps, self.config.gamma)
         return super().advantages(steps) + self.config.step_weight * within

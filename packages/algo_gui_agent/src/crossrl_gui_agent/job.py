@@ -18,6 +18,7 @@ from crossrl.validation import validated
 from crossrl_gui_agent.codecs import CODECS
 from crossrl_gui_agent.config import GuiConfig
 from crossrl_gui_agent.envs import World
+from crossrl_gui_agent.seeds import ranges_of
 
 log = logging.getLogger("crossrl.gui")
 
@@ -32,7 +33,6 @@ class GuiKind:
     verls = ("data", "actor_rollout_ref", "algorithm", "reward")
     shortcuts = {
         "algorithm": "++gui.algorithm.name={}",
-        "backend": "model_engine={}",
         "workers": "trainer.n_gpus_per_node={}",
         "steps": "trainer.total_training_steps={}",
         "resume": "trainer.resume_mode={}",
@@ -65,9 +65,7 @@ def load_config(tree: DictConfig, source: str) -> GuiConfig:
 
 def build_world(gui: GuiConfig) -> World:
     """The environments that `gui.env` names; nothing is started."""
-    world = select("crossrl.envs", str(gui.env.get("name")))
-    options = {key: value for key, value in gui.env.items() if key != "name"}
-    return world(validated(world.Config, options, source="gui", prefix="gui.env."))
+    return _configured(select("crossrl.envs", str(gui.env.get("name"))), gui.env, "gui.env.")
 
 
 def build_algorithm(gui: GuiConfig) -> Any:
@@ -77,8 +75,15 @@ def build_algorithm(gui: GuiConfig) -> Any:
         raise ConfigError(
             f"{gui.algorithm['name']!r} is no algorithm for a GUI agent", where="gui.algorithm", fix="gui_grpo or gigpo"
         )
-    options = {key: value for key, value in gui.algorithm.items() if key != "name"}
-    return algorithm(validated(algorithm.Config, options, source="gui", prefix="gui.algorithm."))
+    return _configured(algorithm, gui.algorithm, "gui.algorithm.")
+
+
+def system_prompt(gui: GuiConfig, world: World) -> str:
+    """The configured one, or the codec's for what the world can do."""
+    if gui.system_prompt is not None:
+        return gui.system_prompt
+    codec = CODECS[gui.codec]
+    return codec.system_prompt(world.actions & codec.kinds)
 
 
 def model_path(tree: DictConfig) -> str:
@@ -87,9 +92,12 @@ def model_path(tree: DictConfig) -> str:
     return str(Path(__file__).parent / "assets" / "tiny") if path == TINY else path
 
 
-def _check_tasks(tree: DictConfig, gui: GuiConfig, world: World) -> None:
-    from crossrl_gui_agent.seeds import ranges_of
+def _configured(plugin: Any, node: dict[str, Any], prefix: str) -> Any:
+    options = {key: value for key, value in node.items() if key != "name"}
+    return plugin(validated(plugin.Config, options, source="gui", prefix=prefix))
 
+
+def _check_tasks(tree: DictConfig, gui: GuiConfig, world: World) -> None:
     known = set(world.tasks())
     for where in ("train_files", "val_files"):
         for task, _ in ranges_of(tree.data[where], f"data.{where}"):

@@ -10,8 +10,8 @@ from torch.nn import functional
 def multiply_patches(model: torch.nn.Module) -> None:
     """Replace the call of each patch embedding in place; weights and their names stay.
 
-    Its convolution's kernel is as large as its stride, so a patch is one row of a product. torch's `Conv3d` on a CPU
-    took 37 % of a training step of the tiny model for it.
+    Its convolution's kernel is as large as its stride, so a patch is one row of a product, for which torch's
+    `Conv3d` is slow on a CPU.
     """
     for module in model.modules():
         convolution = getattr(module, "proj", None)

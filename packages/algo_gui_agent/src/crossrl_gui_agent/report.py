@@ -17,7 +17,7 @@ from crossrl_gui_agent.episodes import page
 
 log = logging.getLogger("crossrl.gui")
 
-METRICS = "metrics.jsonl"
+METRICS = "history.jsonl"  # verl's own file logger begins its file anew when a run goes on
 _TASK = re.compile(r"val-(?:core|aux)/(?P<task>.+)/success/mean@1")
 _SHOWN = (
     ("success", "gui/success", "{:.2f}"),
@@ -31,7 +31,7 @@ _SHOWN = (
 
 
 class Report:
-    """Writes `metrics.jsonl`, `success.png` and `episodes.html` in the run's folder, and log lines.
+    """Writes `history.jsonl`, `success.png` and `episodes.html` in the run's folder, and log lines.
 
     A resumed run goes on with what is there; a new one moves it, and the checkpoints, into a folder `aside-*`.
     """

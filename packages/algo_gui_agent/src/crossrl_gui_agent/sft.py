@@ -20,7 +20,7 @@ from crossrl_gui_agent.codecs import CODECS
 from crossrl_gui_agent.config import GuiConfig, SftConfig
 from crossrl_gui_agent.demos import Demonstration, blurred, collect
 from crossrl_gui_agent.generate import banned_ids
-from crossrl_gui_agent.job import build_world
+from crossrl_gui_agent.job import build_world, system_prompt
 from crossrl_gui_agent.patches import multiply_patches
 from crossrl_gui_agent.prompting import Message, Prompter
 from crossrl_gui_agent.seeds import alternating
@@ -35,7 +35,6 @@ async def warm_start(gui: GuiConfig, path: str, to: Path, echo: Callable[[str], 
     multiply_patches(model)
     processor = AutoProcessor.from_pretrained(path)
     codec, world = CODECS[gui.codec], build_world(gui)
-    system = gui.system_prompt if gui.system_prompt is not None else codec.system_prompt(world.actions & codec.kinds)
     seeds = range(gui.sft.first_seed, gui.sft.first_seed + gui.sft.episodes)
     started = time.monotonic()
     demonstrations = await collect(
@@ -43,7 +42,7 @@ async def warm_start(gui: GuiConfig, path: str, to: Path, echo: Callable[[str], 
         alternating((task, seeds) for task in gui.sft.tasks),
         processor_prompter(processor, model.config.text_config.max_position_embeddings),
         codec.render,
-        system=system,
+        system=system_prompt(gui, world),
         screenshots=gui.screenshots,
         max_steps=gui.max_steps,
     )

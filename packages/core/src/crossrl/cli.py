@@ -122,7 +122,8 @@ def sft(config: Config, overrides: Overrides = None) -> None:
     warm_start = kind_of(config).warm_start
     if warm_start is None:
         run(config, ["algorithm=flow_matching", *(overrides or [])])
-    warm_start(prepare(config, overrides or []), typer.echo)
+    else:
+        warm_start(prepare(config, overrides or []), typer.echo)
 
 
 def _show_advice(job: Job) -> None:

@@ -87,7 +87,6 @@ class DiffusionKind:
 class Job:
     """A validated job: what was asked for, the verl command line that runs it, and advice on its settings."""
 
-    kind: Kind
     run: Prepared
     title: str
     tree: DictConfig
@@ -112,7 +111,7 @@ def prepare(config: str, overrides: list[str]) -> Job:
     workers = _count(tree, "n_gpus_per_node") * _count(tree, "nnodes")
     run, title, advice = kind.validated(tree, source, workers)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments, *hydra_overrides, *_machine(tree, workers)]
-    return Job(kind, run, title, tree, workers, command, advice)
+    return Job(run, title, tree, workers, command, advice)
 
 
 def kind_of(config: str) -> Kind:

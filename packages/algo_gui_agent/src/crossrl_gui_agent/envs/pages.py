@@ -17,8 +17,8 @@ class Pages(PageWorld):
 
     def tasks(self) -> list[str]:
         """Its pages."""
-        return sorted(page.stem for page in FOLDER.glob("*.html"))
+        return sorted(script.stem for script in FOLDER.glob("*.js") if script.stem != "common")
 
     def url(self, task: str) -> str:
-        """The page's file."""
-        return (FOLDER / f"{task}.html").as_uri()
+        """The page with the task's script."""
+        return (FOLDER / "page.html").as_uri() + f"?{task}"

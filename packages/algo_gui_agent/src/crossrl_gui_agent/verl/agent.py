@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from typing import Any
-from uuid import uuid4
 
 from omegaconf import OmegaConf
 from PIL import Image
@@ -17,9 +16,9 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from crossrl_gui_agent.actions import Action, Parsed
 from crossrl_gui_agent.codecs import CODECS
 from crossrl_gui_agent.config import GuiConfig
-from crossrl_gui_agent.envs import Episode, Observation, StopReason, World, play
+from crossrl_gui_agent.envs import Episode, Observation, Step, StopReason, World, play
 from crossrl_gui_agent.episodes import Recorder
-from crossrl_gui_agent.job import build_world, load_config
+from crossrl_gui_agent.job import build_world, load_config, system_prompt
 from crossrl_gui_agent.prompting import Prompt, Prompter, Turn, open_screen
 
 REMEMBERED = 1024
@@ -85,15 +84,15 @@ class GuiAgentLoop(AgentLoopBase):
         self.shared = shared(OmegaConf.to_yaml(self.config.gui, resolve=True))
         self.gui, self.codec = self.shared.config, CODECS[self.shared.config.codec]
         self.allowed = self.shared.world.actions & self.codec.kinds
-        self.system = self.gui.system_prompt
-        if self.system is None:
-            self.system = self.codec.system_prompt(self.allowed)
+        self.system = system_prompt(self.gui, self.shared.world)
         image_start = self.tokenizer.convert_tokens_to_ids("<|vision_start|>")
         self.prompter = Prompter(self._render, image_start, self.rollout_config.prompt_length)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         """One episode of the row's task and seed: a sample for every step."""
-        player = _Player(self, sampling_params, str(row["seed"]))
+        # names the draws: equal seeds draw equal answers, whatever verl's random uid of the group is
+        name = "{global_steps}/{task}/{seed}/{session_id}".format_map(row)
+        player = _Player(self, sampling_params, name)
         env = self.shared.world.env()
         held_out = row["held_out"]
         episode = await play(env, player.policy, row["seed"], row["task"], self.gui.max_steps, keep_last=held_out)
@@ -115,24 +114,22 @@ class GuiAgentLoop(AgentLoopBase):
             "steps": float(len(episode.steps)),
             "malformed": float(malformed),
         }
-        outputs = []
-        for turn, (sample, step) in enumerate(zip(player.samples, episode.steps, strict=True)):
-            fields = {
-                "turn": turn,
-                "anchor": blake2b(step.screen, digest_size=8).hexdigest(),
-                "step_reward": step.reward,
-                "episode_return": shaped,
-                "stop": str(episode.stop),
-                "action": step.action.short() if step.action else "",
-                "clamped": sample.parsed.clamped,
-                "replayed": False,
-                "env_s": player.elapsed - player.thinking,
-                "reward_extra_info": about,
-            }
-            outputs.append(self._output(sample, fields, episode))
-        return outputs or [self._nothing(episode, about)]
+        about |= {"env_s": player.elapsed - player.thinking}
+        taken = list(zip(player.samples, episode.steps, strict=True)) or [self._nothing()]
+        return [
+            self._output(sample, step, episode, {"turn": turn, "episode_return": shaped, "reward_extra_info": about})
+            for turn, (sample, step) in enumerate(taken)
+        ]
 
-    def _output(self, sample: _Sample, fields: dict[str, Any], episode: Episode) -> AgentLoopOutput:
+    def _output(self, sample: _Sample, step: Step, episode: Episode, fields: dict[str, Any]) -> AgentLoopOutput:
+        fields |= {
+            "anchor": blake2b(step.screen, digest_size=8).hexdigest(),
+            "step_reward": step.reward,
+            "stop": str(episode.stop),
+            "action": step.action.short() if step.action else "",
+            "clamped": sample.parsed.clamped,
+            "replayed": False,
+        }
         return AgentLoopOutput(
             prompt_ids=sample.prompt.ids,
             response_ids=sample.response,
@@ -145,14 +142,12 @@ class GuiAgentLoop(AgentLoopBase):
             extra_fields=sample.extra | fields,
         )
 
-    def _nothing(self, episode: Episode, about: dict[str, float]) -> AgentLoopOutput:
-        """A sample that trains nothing, for an episode that never had a screen: verl wants one of every session."""
-        blank = Image.new("RGB", (64, 64), "white")
-        prompt = self.prompter("", [], blank, 1, self.system)
-        sample = _Sample(prompt, [self.tokenizer.eos_token_id], [0.0], Parsed(None), 0.0, {})
-        fields = {"turn": 0, "anchor": "", "step_reward": 0.0, "episode_return": 0.0, "stop": str(episode.stop)}
-        fields |= {"action": "", "clamped": False, "replayed": False, "env_s": 0.0, "reward_extra_info": about}
-        return self._output(sample, fields | _version({}), episode)
+    def _nothing(self) -> tuple[_Sample, Step]:
+        """What trains nothing, for an episode that never had a screen: verl wants a sample of every session."""
+        prompt = self.prompter("", [], Image.new("RGB", (64, 64), "white"), 1, self.system)
+        return _Sample(prompt, [self.tokenizer.eos_token_id], [0.0], Parsed(None), 0.0, _version({})), Step(
+            b"", "", None
+        )
 
 
 @dataclass(slots=True)
@@ -170,8 +165,8 @@ class _Sample:
 class _Player:
     """The policy of one episode: prompts the model, reads its answer, keeps both."""
 
-    def __init__(self, loop: GuiAgentLoop, sampling_params: dict[str, Any], seed: str) -> None:
-        self.loop, self.sampling_params, self.seed = loop, sampling_params, seed
+    def __init__(self, loop: GuiAgentLoop, sampling_params: dict[str, Any], name: str) -> None:
+        self.loop, self.sampling_params, self.name = loop, sampling_params, name
         self.samples: list[_Sample] = []
         self.past: list[Turn] = []
         self.started, self.thinking = time.monotonic(), 0.0
@@ -187,7 +182,7 @@ class _Player:
         screen = open_screen(await self._screenshot(seen, episode))
         prompt = loop.prompter(seen.goal, self.past, screen, loop.gui.screenshots, loop.system)
         answer = await loop.server_manager.generate(
-            request_id=uuid4().hex,
+            request_id=f"{self.name}/{len(self.samples)}",
             prompt_ids=prompt.ids,
             sampling_params=dict(self.sampling_params),
             image_data=prompt.images,

@@ -32,7 +32,6 @@ class GuiDataset(Dataset):
             "task": task,
             "seed": seed,
             "held_out": self.held_out,
-            "agent_name": "crossrl_gui",
             "data_source": task,
             "raw_prompt": [{"role": "user", "content": f"{task} {seed}"}],
             "reward_model": {"style": "environment", "ground_truth": ""},

@@ -18,6 +18,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.device import get_device_name
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from crossrl import env
 from crossrl.console import mark_logs
 from crossrl.errors import ConfigError
 from crossrl_gui_agent.config import GuiConfig
@@ -31,7 +32,7 @@ log = logging.getLogger("crossrl.gui")
 
 
 POLL_S = 0.1
-"""How often a finished rollout is looked for; verl's 2 s are a quarter of a step here."""
+"""How often a finished rollout is looked for; verl's 2 s are long beside a step of the tiny model."""
 
 
 def _transformers_replica() -> type:
@@ -58,6 +59,7 @@ class GuiTrainer(PPOTrainerSync):
         self.gui: GuiConfig = load_config(config, "gui")
         self.algorithm = build_algorithm(self.gui)
         self.refilled = 0
+        env.direct_tracking(self.gui.run_dir)
         self.report = Report(Path(self.gui.run_dir), resumed=config.trainer.resume_mode != "disable")
         super().__init__(config)
         self.replay_buffer.poll_interval = POLL_S
@@ -121,7 +123,7 @@ class GuiTrainer(PPOTrainerSync):
 
 
 def steps_of(keys: list[str], extra: list[dict[str, Any]], real: list[bool]) -> Steps:
-    """The batch's samples (keys "PROMPT_SESSION_STEP") as steps; padding, replayed or not, is not valid."""
+    """The batch's samples (keys "PROMPT_SESSION_STEP") as steps; padding is not valid."""
     broken = {str(reason) for reason in StopReason if reason.blameless}
     return Steps(
         group=np.array([key.rsplit("_", 2)[0] for key in keys]),
@@ -142,7 +144,7 @@ def rollout_metrics(steps: Steps, extra: list[dict[str, Any]], real: list[bool])
     found = {f"gui/stop/{reason}": stops[str(reason)] / len(first) for reason in StopReason}
     found["gui/success"] = found["gui/stop/success"]
     found["gui/steps"] = float(np.mean([extra[i]["reward_extra_info"]["steps"] for i in first]))
-    found["gui/env_s"] = float(np.mean([extra[i]["env_s"] for i in first]))
+    found["gui/env_s"] = float(np.mean([extra[i]["reward_extra_info"]["env_s"] for i in first]))
     found["gui/replayed"] = float(np.mean([extra[i]["replayed"] for i in first]))
     found["gui/clamped"] = float(np.mean([fields["clamped"] for fields in extra if fields]))
     found["gui/distinct_actions"] = float(len({fields["action"] for fields in extra if fields}))
