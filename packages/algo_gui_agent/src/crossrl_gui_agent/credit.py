@@ -33,10 +33,12 @@ class Steps:
 
 def normalised(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """values [m] as `crossrl.advantages.group_advantages` has them for groups of unequal size; 0 in a group of one."""
+    if not len(values):
+        return np.zeros(0)
     names, row = np.unique(groups, return_inverse=True)
     row = row.reshape(-1)
     column = np.array([np.sum(row[:i] == r) for i, r in enumerate(row)], dtype=int)
-    scores = np.zeros((len(names), column.max(initial=0) + 1, 1))
+    scores = np.zeros((len(names), column.max() + 1, 1))
     present = np.zeros(scores.shape[:2], dtype=bool)
     scores[row, column, 0], present[row, column] = values, True
     return group_advantages(scores, present, (1.0,), AdvantageOptions()).values[row, column]
