@@ -36,7 +36,7 @@ ASSETS := packages/algo_t2v/src/crossrl_t2v/toy/assets/wan_tiny
 toy-assets: $(VENV)/.installed  ## train the toy model's VAE and base again (about ten minutes)
 	$(BIN)/python -m crossrl_t2v.toy.build runs/toy_init --seed 0 --vae-steps 900
 	$(BIN)/crossrl sft toy_base seed=0
-	$(BIN)/crossrl export toy_base resume=auto --slot ema --to runs/toy_exported
+	$(BIN)/crossrl export toy_base resume=auto --slot ema --out runs/toy_exported
 	cp -r runs/toy_init/. $(ASSETS)/ && cp runs/toy_exported/transformer/* $(ASSETS)/transformer/
 
 GUI_ASSETS := packages/algo_gui_agent/src/crossrl_gui_agent/assets/tiny

@@ -1,13 +1,25 @@
 """Names both ways, folders both ways, and the settings: all without MindSpeed-MM's source."""
 
 import json
+import re
+from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from crossrl.errors import CheckpointError, ConfigError
+import crossrl_t2v.toy
+from crossrl import cli
+from crossrl.build import build_engine
+from crossrl.data import load_prompts
+from crossrl.errors import CheckpointError, ConfigError, CrossRLError
+from crossrl.evaluate import eval_sampling
+from crossrl.launch import prepare
+from crossrl.layouts import convert as convert_pipeline
+from crossrl.types import RolloutRequest, SampleKey
 from crossrl_mindspeed import convert
 from crossrl_mindspeed.models import wan
 from tests.backend_mindspeed import tiny
@@ -137,3 +149,64 @@ def test_two_experts_and_too_many_layers_are_refused(pipeline, tmp_path):
 def test_latents_that_do_not_fit(pipeline, shape, ulysses, words):
     with pytest.raises(ConfigError, match=words):
         wan.check_latents(wan.load_config(pipeline, None), shape, ulysses)
+
+
+def test_a_pipeline_goes_to_either_layout_and_back_by_the_command_line(pipeline, tmp_path):
+    there = tmp_path / "m"
+    for source, to, out in ((pipeline, "mindspeed", "m"), (there, "veomni", "v"), (there, "diffusers", "d")):
+        done = CliRunner().invoke(cli.app, ["export", str(source), "--to", to, "--out", str(tmp_path / out)])
+        assert done.exit_code == 0, done.output
+    assert convert.layout.is_of(tmp_path / "m" / "transformer")
+    original = load_file(pipeline / "transformer" / FILE)
+    for out in "vd":
+        assert tiny.same(load_file(tmp_path / out / "transformer" / FILE), original)
+        assert (tmp_path / out / "model_index.json").read_text() == (pipeline / "model_index.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("to", "source", "words"),
+    [
+        ("megatron", "pipeline", "unknown layout 'megatron'.*diffusers, mindspeed, veomni"),
+        ("mindspeed", "empty", "no transformer/"),
+        ("mindspeed", "full", "not empty"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(pipeline, tmp_path, to, source, words):
+    (tmp_path / "empty").mkdir()
+    out = tmp_path if source == "full" else tmp_path / "out"
+    with pytest.raises(CrossRLError, match=re.compile(words, re.DOTALL)):
+        convert_pipeline(tmp_path / "empty" if source == "empty" else pipeline, out, to)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    """The demo's pipeline in MindSpeed-MM's names and back, and the video of one prompt by an engine on a folder."""
+    folder = tmp_path_factory.mktemp("golden")
+    source = Path(crossrl_t2v.toy.__file__).parent / "assets" / "wan_tiny"
+    convert_pipeline(source, folder / "mindspeed", "mindspeed")
+    convert_pipeline(folder / "mindspeed", folder / "back", "diffusers")
+
+    def video(path, backend):
+        run = prepare("demo", [f"model.path={path}", f"backend={backend}"]).run
+        prompt = load_prompts(run.data.heldout, run.data.bad_rows)[0]
+        keys = (SampleKey(prompt, 0), SampleKey(prompt, 1))
+        request = RolloutRequest(keys, eval_sampling(run), seed=0, step=0, keep_trajectory=False)
+        return build_engine(run, "cpu").rollout(request)
+
+    return {"source": source, "mindspeed": folder / "mindspeed", "back": folder / "back"}, video
+
+
+@pytest.mark.usefixtures("group")
+def test_the_golden_prompt_gives_the_same_video_after_a_round_trip(golden):
+    folders, video = golden
+    assert np.array_equal(video(folders["source"], "veomni"), video(folders["back"], "veomni"))
+
+
+@pytest.mark.mindspeed
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("folder", ["source", "mindspeed"])
+def test_the_golden_prompt_gives_the_same_video_on_mindspeed_mm(golden, folder):
+    folders, video = golden
+    wanted, got = (video(folders[f], b).astype(int) for f, b in (("source", "veomni"), (folder, "mindspeed")))
+    assert wanted.std() > 10  # there is something to see
+    assert np.abs(wanted - got).max() <= 1

@@ -75,7 +75,7 @@ def test_a_killed_run_resumes_bit_for_bit(whole, tmp_path):
         assert timeless(got["data"]) == timeless(expected["data"])
     command = [CROSSRL, "export", "demo", *SMALL, "resume=auto"]
     for run_dir in (whole[0], tmp_path):
-        subprocess.run([*command, f"run_dir={run_dir}", "--to", str(run_dir / "out")], check=True, capture_output=True)
+        subprocess.run([*command, f"run_dir={run_dir}", "--out", str(run_dir / "out")], check=True, capture_output=True)
     left, right = (load_file(d / "out/transformer/diffusion_pytorch_model.safetensors") for d in (whole[0], tmp_path))
     assert left.keys() == right.keys() and all(np.array_equal(left[k], right[k]) for k in left)
 

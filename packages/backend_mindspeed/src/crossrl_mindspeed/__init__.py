@@ -18,3 +18,10 @@ plugin = Plugin(
     ),
     available=obstacle,
 )
+
+layout = Plugin(
+    name="mindspeed",
+    summary="MindSpeed-MM's names for Wan's tensors; needs no source of it",
+    target="crossrl_mindspeed.convert:layout",
+    requires=("diffusers>=0.38",),
+)

@@ -123,3 +123,22 @@ def convert_folder(source: Path, target: Path, to: str) -> None:
         index = json.loads(path.read_text())
         index["weight_map"] = converted(index["weight_map"], rename)
         (target / path.name).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class MindSpeedLayout:
+    """MindSpeed-MM's names (`crossrl.layouts.Layout`)."""
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether the files have MindSpeed-MM's name of the text projection."""
+        return any(name.startswith("text_embedding.") for name in shapes(folder))
+
+    def from_diffusers(self, source: Path, target: Path) -> None:
+        """See `convert_folder`."""
+        convert_folder(source, target, "mindspeed")
+
+    def to_diffusers(self, source: Path, target: Path) -> None:
+        """See `convert_folder`."""
+        convert_folder(source, target, "diffusers")
+
+
+layout = MindSpeedLayout()

@@ -16,3 +16,9 @@ plugin = Plugin(
         export=("diffusers",),
     ),
 )
+
+layout = Plugin(
+    name="veomni",
+    summary="VeOmni's own Wan: the names and files of diffusers",
+    target="crossrl_veomni.backend:layout",
+)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from crossrl.errors import ConfigError
 
 
@@ -21,4 +24,18 @@ class VeOmniBackend:
         return VeOmniEngine
 
 
-backend = VeOmniBackend()
+class VeOmniLayout:
+    """Diffusers' layout under another name (`crossrl.layouts.Layout`)."""
+
+    def is_of(self, folder: Path) -> bool:
+        """Never: it is diffusers'."""
+        return False
+
+    def from_diffusers(self, source: Path, target: Path) -> None:
+        """Copy the folder."""
+        shutil.copytree(source, target)
+
+    to_diffusers = from_diffusers
+
+
+backend, layout = VeOmniBackend(), VeOmniLayout()

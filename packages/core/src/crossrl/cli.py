@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from crossrl.errors import CrossRLError
+from crossrl.errors import ConfigError, CrossRLError
 
 if TYPE_CHECKING:
     from crossrl.launch import Job
@@ -141,15 +141,25 @@ def evaluate_run(config: Config, overrides: Overrides = None) -> None:
 
 @app.command()
 def export(
-    config: Config,
-    to: Annotated[Path, typer.Option("--to", help="Folder to write.")],
+    source: Annotated[str, typer.Argument(help="A config, as for `run`, or the folder of a pipeline to convert.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     overrides: Overrides = None,
+    to: Annotated[str, typer.Option("--to", help="Whose names the tensors get: diffusers, veomni, mindspeed.")] = (
+        "diffusers"
+    ),
     slot: Annotated[str, typer.Option(help="Weights to export: policy or ema.")] = "policy",
 ) -> None:
-    """Write the weights that `resume` names (auto or a checkpoint folder) as a diffusers pipeline."""
+    """Write the weights that `resume` names (auto or a checkpoint folder) as a pipeline; or convert a pipeline."""
+    from crossrl.layouts import convert
     from crossrl.single import export_config
 
-    typer.echo(f"wrote {export_config(config, overrides or [], to, slot)}")
+    if Path(source).is_dir():
+        if overrides:
+            raise ConfigError(f"a folder takes no {overrides[0]!r}", where="command line", fix="give a config's name")
+        convert(Path(source), out, to)
+    else:
+        export_config(source, overrides or [], to, out, slot)
+    typer.echo(f"wrote {out}")
 
 
 if __name__ == "__main__":

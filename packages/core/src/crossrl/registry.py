@@ -35,6 +35,7 @@ NOUNS = {
     "crossrl.data": "data source",
     "crossrl.envs": "environment",
     "crossrl.jobs": "kind of job",
+    "crossrl.layouts": "layout of weights",
 }
 GROUPS = tuple(NOUNS)
 
@@ -57,6 +58,8 @@ KNOWN = {
     ("crossrl.envs", "miniwob"): "crossrl-gui-agent",
     ("crossrl.envs", "pages"): "crossrl-gui-agent",
     ("crossrl.jobs", "gui"): "crossrl-gui-agent",
+    ("crossrl.layouts", "mindspeed"): "crossrl-mindspeed",
+    ("crossrl.layouts", "veomni"): "crossrl-veomni",
     ("crossrl.models", "wan"): "crossrl-t2v",
     ("crossrl.rewards", "toy"): "crossrl-t2v",
     ("crossrl.data", "toy"): "crossrl-t2v",

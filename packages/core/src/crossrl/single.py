@@ -18,6 +18,7 @@ from crossrl.errors import ConfigError
 from crossrl.evaluate import evaluate
 from crossrl.gate import pass_gate
 from crossrl.launch import prepare
+from crossrl.layouts import DIFFUSERS, check_layout, convert
 from crossrl.local import LocalWorkers
 from crossrl.loop import Run
 from crossrl.rewards import InlineRewards, RewardSet
@@ -33,12 +34,17 @@ def evaluate_config(config: str, overrides: list[str]) -> dict[str, Any]:
     return {"weights": source, **dataclasses.asdict(result)}
 
 
-def export_config(config: str, overrides: list[str], to: Path, slot: str) -> Path:
-    """Write the weights that `resume` names for diffusers."""
+def export_config(config: str, overrides: list[str], layout: str, out: Path, slot: str) -> None:
+    """Write the weights that `resume` names as a pipeline in `layout`."""
+    check_layout(layout)
     run = _diffusion(config, overrides)
     workers, _ = _open(run)
-    workers.export(to, slot)
-    return to
+    if layout == DIFFUSERS:
+        workers.export(out, slot)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        workers.export(Path(scratch), slot)
+        convert(Path(scratch), out, layout)
 
 
 def gate_config(run: RunConfig) -> None:

@@ -17,7 +17,7 @@ from crossrl.cache import Condition
 from crossrl.errors import ConfigError
 from crossrl.fsdp2.checkpoint import check_weights
 from crossrl.fsdp2.shards import copy_full
-from crossrl_mindspeed.convert import to_diffusers
+from crossrl_mindspeed.convert import layout, to_diffusers
 
 BLOCKS = "blocks.{*}"
 """Every block, in MindSpeed-MM's pattern language."""
@@ -119,19 +119,21 @@ def build(modeling: ModuleType, config: dict[str, Any], attention: str) -> torch
 
 
 def check_folder(module: torch.nn.Module, folder: Path, partial: bool) -> None:
-    """Raise `CheckpointError` unless the safetensors in `folder` (diffusers' names) are just the module's."""
-    check_weights(folder, {to_diffusers(n): t.shape for n, t in module.state_dict().items()}, partial)
+    """Raise `CheckpointError` unless the safetensors in `folder` (names of either) are just the module's."""
+    name_of = str if layout.is_of(folder) else to_diffusers
+    check_weights(folder, {name_of(n): t.shape for n, t in module.state_dict().items()}, partial)
 
 
 @torch.no_grad()
 def load_weights(module: torch.nn.Module, folder: Path) -> None:
-    """Fill the module, sharded or not, from diffusers' files: tensor by tensor, each rank reads them all."""
+    """Fill the module, sharded or not, from files with names of either: tensor by tensor, each rank reads them all."""
+    name_of = str if layout.is_of(folder) else to_diffusers
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(p, framework="pt")) for p in sorted(folder.glob("*.safetensors"))]
         where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         for name, parameter in module.named_parameters():
             if "lora_" not in name:
-                name = to_diffusers(name.replace(".base_layer.", "."))
+                name = name_of(name.replace(".base_layer.", "."))
                 copy_full(where[name].get_tensor(name).float(), parameter)
 
 
